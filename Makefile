@@ -1,0 +1,171 @@
+# Everything that these targets install or deploy lies under KVP_HOME; `make demo-clean` removes it.
+# Each target first makes what it needs.
+
+KVP_HOME ?= $(CURDIR)/.kvp
+# Python 3.11 to 3.13, for all environments.
+PYTHON ?= python3
+# What the demo serves: smollm2 (a real model, 269 MB) or tiny (random weights, for quick tests).
+MODEL ?= smollm2
+# PyTorch's index of CPU wheels, where the usual index has none for this machine. Used for torch alone.
+TORCH_INDEX_URL ?=
+# Further arguments for ansible-playbook, pytest and uv.
+ANSIBLE_FLAGS ?=
+PYTEST_FLAGS ?=
+LOCK_FLAGS ?=
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+.NOTPARALLEL:
+.DEFAULT_GOAL := help
+
+# Make splits its lists at blanks and virtual environments write their path into scripts.
+ifneq ($(words $(CURDIR)),1)
+$(error The path of this checkout holds a blank: $(CURDIR). Move it to a path without one)
+endif
+ifneq ($(words $(KVP_HOME)),1)
+$(error KVP_HOME must be one path without blanks, it is '$(KVP_HOME)')
+endif
+override KVP_HOME := $(abspath $(KVP_HOME))
+ifeq ($(filter $(MODEL),smollm2 tiny),)
+$(error MODEL must be smollm2 or tiny, it is '$(MODEL)')
+endif
+
+CONTROLLER := $(KVP_HOME)/controller
+DEV := $(KVP_HOME)/dev
+ENGINE := $(KVP_HOME)/engine
+MARKER := $(KVP_HOME)/.kvpersist-home
+PACKAGE := $(CURDIR)/plugins/module_utils/kvpersist
+PLAYBOOK := PATH="$(CONTROLLER)/bin:$$PATH" ansible-playbook
+
+# The demo's inventory reads these.
+export KVP_HOME
+export KVP_DEMO_MODEL := $(MODEL)
+
+##@ Demo: real LMCache and vLLM on this machine, without GPU, Docker or root
+
+.PHONY: demo
+demo: controller engine model ## Deploy, prove that the cache survives restarts, print the result
+	$(PLAYBOOK) site.yml -l demo $(ANSIBLE_FLAGS)
+	$(PLAYBOOK) site.yml -l demo --tags recover $(ANSIBLE_FLAGS)
+	@"$(KVP_HOME)/demo/bin/kvpersist" recover --last
+
+.PHONY: demo-stop
+demo-stop: ## Stop the demo's services, keep everything
+	@if [ ! -d "$(KVP_HOME)/demo" ]; then echo "demo-stop: nothing is deployed in $(KVP_HOME)"; \
+	else $(PLAYBOOK) playbooks/stop.yml -l demo $(ANSIBLE_FLAGS); fi
+
+.PHONY: demo-clean
+demo-clean: ## Stop the demo and remove KVP_HOME
+	@if [ ! -e "$(KVP_HOME)" ]; then echo "demo-clean: $(KVP_HOME) does not exist"; exit 0; fi; \
+	if [ ! -f "$(MARKER)" ]; then \
+	  echo "ERROR: $(KVP_HOME) was not made by this project (no .kvpersist-home in it). Remove it by hand" >&2; exit 1; \
+	fi; \
+	$(MAKE) --no-print-directory demo-stop; \
+	echo "demo-clean: removing $(KVP_HOME)"; \
+	rm -rf --one-file-system -- "$(KVP_HOME)"
+
+##@ Environments and model
+
+.PHONY: controller
+controller: $(CONTROLLER)/.stamp ## What runs ansible-playbook
+
+.PHONY: engine
+engine: $(ENGINE)/.stamp ## vLLM and LMCache, CPU builds
+
+.PHONY: dev
+dev: $(DEV)/.stamp ## Linters and test tools
+
+.PHONY: model
+model: $(KVP_HOME)/models/$(MODEL)/config.json ## The model folder that the demo serves (MODEL=smollm2|tiny)
+
+# demo-clean removes only a folder that holds this marker, so a folder with other things in it never gets one.
+$(MARKER):
+	@if [ -n "$$(ls -A "$(@D)" 2>/dev/null)" ]; then \
+	  echo "ERROR: KVP_HOME=$(@D) holds other files. Name an empty or a new folder" >&2; exit 1; \
+	fi; \
+	mkdir -p "$(@D)"; touch "$@"
+
+$(CONTROLLER)/.stamp: requirements/controller.lock | $(MARKER)
+	@$(PYTHON) scripts/make_venv.py "$(@D)" $<
+	@touch "$@"
+
+$(ENGINE)/.stamp: requirements/engine-cpu.lock requirements/torch-cpu.lock | $(MARKER)
+	@$(PYTHON) scripts/make_venv.py "$(@D)" $< --torch requirements/torch-cpu.lock --torch-index "$(TORCH_INDEX_URL)"
+	@touch "$@"
+
+# The link lets ansible-lint import what the modules import; without it the rule `args` skips each module silently.
+$(DEV)/.stamp: requirements/dev.lock pyproject.toml | $(MARKER)
+	@$(PYTHON) scripts/make_venv.py "$(@D)" $<
+	@"$(@D)/bin/pip" install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	@ln -sfn "$(PACKAGE)" "$$("$(@D)/bin/python" -c 'import ansible.module_utils as m; print(list(m.__path__)[0])')/kvpersist"
+	@touch "$@"
+
+$(KVP_HOME)/models/%/config.json: scripts/make_model.py | $(ENGINE)/.stamp
+	@"$(ENGINE)/bin/python" scripts/make_model.py "$(@D)" --kind $*
+	@touch "$@"
+
+##@ Checks
+
+.PHONY: test
+test: lint test-quick test-integration ## Everything: lint, unit, contract and integration tests
+
+.PHONY: test-quick
+test-quick: dev ## Unit and contract tests
+	"$(DEV)/bin/pytest" tests/unit tests/contract $(PYTEST_FLAGS)
+
+.PHONY: test-integration
+test-integration: dev controller engine model ## The demo as a test: recovery, idempotence, check mode
+	"$(DEV)/bin/pytest" tests/integration $(PYTEST_FLAGS)
+
+.PHONY: lint
+lint: lint-python lint-types lint-yaml lint-ansible lint-changelog ## All linters
+
+.PHONY: lint-python lint-types lint-yaml lint-ansible lint-changelog
+lint-python: dev
+	"$(DEV)/bin/ruff" check .
+	"$(DEV)/bin/ruff" format --check .
+
+lint-types: dev
+	"$(DEV)/bin/mypy"
+	"$(DEV)/bin/mypy" scripts/make_venv.py
+
+lint-yaml: dev
+	"$(DEV)/bin/yamllint" --strict .
+
+lint-ansible: dev
+	PATH="$(DEV)/bin:$$PATH" ansible-lint --profile production --offline
+
+lint-changelog: dev
+	"$(DEV)/bin/antsibull-changelog" lint
+
+.PHONY: format
+format: dev ## Let ruff format and fix what it can
+	"$(DEV)/bin/ruff" check --fix .
+	"$(DEV)/bin/ruff" format .
+
+##@ Generated files
+
+.PHONY: docs
+docs: dev ## docs/ pages that are generated from the settings
+	"$(DEV)/bin/kvpersist" config --write-docs docs
+
+.PHONY: changelog
+changelog: dev ## CHANGELOG.rst from changelogs/fragments, for the version of the package
+	version=$$("$(DEV)/bin/python" -c 'import kvpersist; print(kvpersist.__version__)'); \
+	"$(DEV)/bin/antsibull-changelog" release --version "$$version" --update-existing
+
+.PHONY: lock
+lock: dev ## requirements/*.lock from *.in (LOCK_FLAGS=--upgrade for newer versions)
+	scripts/lock.sh "$(DEV)/bin/uv" $(LOCK_FLAGS)
+
+.PHONY: wheel
+wheel: controller ## dist/kvpersist-….whl, which the roles install on hosts
+	"$(CONTROLLER)/bin/python" -m hatchling build --target wheel
+
+.PHONY: help
+help: ## This list
+	@awk 'BEGIN { FS = ":.*## " } \
+	  /^##@/ { printf "\n%s\n", substr($$0, 5) } \
+	  /^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@printf '\nVariables: KVP_HOME=%s PYTHON=%s MODEL=%s TORCH_INDEX_URL=%s\n' '$(KVP_HOME)' '$(PYTHON)' '$(MODEL)' '$(TORCH_INDEX_URL)'

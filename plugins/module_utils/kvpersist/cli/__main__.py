@@ -1,0 +1,5 @@
+"""``python -m kvpersist.cli``"""
+
+from .main import main
+
+main()

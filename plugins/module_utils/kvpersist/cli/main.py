@@ -1,0 +1,187 @@
+"""``kvpersist``: what people type on the host. Thin: arguments in, core and host do the work, rich prints."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import traceback
+from typing import Any, Callable, Mapping, NoReturn, Sequence
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
+from rich.table import Table
+
+from .. import __version__
+from ..core.deployment import Deployment
+from ..core.errors import EXIT_OK, EXIT_PREFLIGHT, EXIT_USAGE, KvpError
+from ..core.recovery import SCENARIOS, exit_code, summary_rows
+from ..core.settings import to_text
+from ..host.deployment import load_deployment, load_identity, load_values
+from ..host.gate import run_gate
+from ..host.identity import namespace_of, verified_identity
+from ..host.launch import launch_cache, launch_engine
+from ..host.preflight import preflight_problems
+from ..host.recovery import Plan, last_result, run_recovery
+from ..host.services import service_manager
+from .docs import write_docs
+
+_OUT = Console(highlight=False)
+_ERR = Console(stderr=True, highlight=False)
+
+Command = Callable[[argparse.Namespace], int]
+
+
+def main(argv: Sequence[str] | None = None) -> NoReturn:
+    """Entry point; exits with 0 ok, 2 usage, 3 preflight failed, 4 mismatch, 5 inconclusive, 1 anything else."""
+    arguments = _parser().parse_args(argv)
+    try:
+        code = arguments.command(arguments)
+    except KvpError as error:
+        if arguments.debug:
+            traceback.print_exc()
+        print(f"ERROR: {error}", file=sys.stderr)
+        code = error.exit_code
+    except KeyboardInterrupt:
+        code = 130
+    sys.exit(code)
+
+
+def _parser() -> argparse.ArgumentParser:
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument(
+        "--config-dir",
+        default=os.environ.get("KVP_CONFIG_DIR", "/etc/kvpersist"),
+        help="folder of the rendered environment files (default: $KVP_CONFIG_DIR, else /etc/kvpersist)",
+    )
+    common.add_argument("--json", action="store_true", help="print JSON with the keys of the Ansible modules")
+    common.add_argument("--debug", action="store_true", help="print the traceback of an error too")
+    parser = argparse.ArgumentParser(prog="kvpersist", description="A KV cache for vLLM that survives restarts.")
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    def add(name: str, command: Command, text: str) -> argparse.ArgumentParser:
+        sub = commands.add_parser(name, parents=[common], help=text, description=text)
+        sub.set_defaults(command=command)
+        return sub
+
+    launch = add("launch", _launch, "Become the cache server or the engine (this is what the services run).")
+    launch.add_argument("program", choices=("cache", "engine"))
+    launch.add_argument("--variant", choices=("persist", "uva"), help="engine variant (default: ENGINE_VARIANT of tp4.env)")
+    add("model-name", _model_name, "Print the namespace, verified against the model and the settings.")
+    add("identity", _identity, "Print the identity of this deployment.")
+    add("preflight", _preflight, "Check whether this host can run the deployment.")
+    add("gate", _gate, "Compare what runs with the identity: 0 verified, 4 mismatch, 5 inconclusive.")
+    recover = add("recover", _recover, "Restart acceptance test: 0 PASS, 1 FAIL, 5 INCONCLUSIVE. Restarts the services.")
+    recover.add_argument("--scenario", action="append", choices=SCENARIOS, help="A or B; both when not given")
+    recover.add_argument("--prompt-tokens", type=int, default=Plan.prompt_tokens, help="approximate prompt length")
+    recover.add_argument("--expected-answer", default="", help="text that a right answer contains")
+    recover.add_argument("--timeout", type=float, default=Plan.timeout_s, help="seconds to wait for a service")
+    recover.add_argument("--last", action="store_true", help="print the last result instead")
+    config = add("config", _config, "Print the settings in effect.")
+    config.add_argument("--write-docs", metavar="FOLDER", help="write the reference tables there instead")
+    return parser
+
+
+def _launch(arguments: argparse.Namespace) -> int:
+    environment = dict(os.environ)
+    if arguments.variant:
+        environment["ENGINE_VARIANT"] = arguments.variant
+    deployment = load_deployment(arguments.config_dir, environment)
+    if arguments.program == "cache":
+        launch_cache(deployment, environment)
+    launch_engine(deployment, environment)
+
+
+def _model_name(arguments: argparse.Namespace) -> int:
+    deployment = _deployment(arguments)
+    columns = ("hashing", BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=_ERR) as bar:
+        task = bar.add_task("hashing", total=None)
+        identity = verified_identity(deployment, lambda done, all_: bar.update(task, completed=done, total=all_))
+    namespace = namespace_of(deployment, identity)
+    _print(arguments, {"namespace": namespace}, lambda: print(namespace))
+    return EXIT_OK
+
+
+def _identity(arguments: argparse.Namespace) -> int:
+    deployment = _deployment(arguments)
+    identity = load_identity(deployment.config_dir)
+    content = {"namespace": namespace_of(deployment, identity), "identity": identity.as_dict()}
+    rows = [("namespace", content["namespace"]), *identity.as_dict().items()]
+    _print(arguments, content, lambda: _table(rows))
+    return EXIT_OK
+
+
+def _preflight(arguments: argparse.Namespace) -> int:
+    deployment = _deployment(arguments)
+    problems = preflight_problems(deployment, service_manager(deployment))
+    _print(
+        arguments,
+        {"problems": problems},
+        lambda: [print(f"ERROR: {problem}") for problem in problems] or print("This host is ready."),
+    )
+    return EXIT_PREFLIGHT if problems else EXIT_OK
+
+
+def _gate(arguments: argparse.Namespace) -> int:
+    deployment = _deployment(arguments)
+    verdict = run_gate(deployment, load_identity(deployment.config_dir))
+    _print(arguments, verdict.as_dict(), lambda: [print(line) for line in verdict.lines()])
+    return verdict.exit_code
+
+
+def _recover(arguments: argparse.Namespace) -> int:
+    deployment = _deployment(arguments)
+    if arguments.last:
+        result = last_result(deployment.state_dir)
+    else:
+        plan = Plan(
+            scenarios=tuple(arguments.scenario or SCENARIOS),
+            prompt_tokens=arguments.prompt_tokens,
+            expected_answer=arguments.expected_answer,
+            timeout_s=arguments.timeout,
+        )
+        result = run_recovery(deployment, service_manager(deployment), plan, lambda line: _ERR.print(f"  {line}"))
+    _print(arguments, result, lambda: _recovery_table(result))
+    return exit_code(result["verdict"])
+
+
+def _config(arguments: argparse.Namespace) -> int:
+    if arguments.write_docs:
+        for path in write_docs(arguments.write_docs):
+            print(path)
+        return EXIT_OK
+    values = load_values(arguments.config_dir, os.environ)
+    _print(arguments, values, lambda: _table([(name, to_text(value)) for name, value in values.items()]))
+    return EXIT_OK
+
+
+def _deployment(arguments: argparse.Namespace) -> Deployment:
+    return load_deployment(arguments.config_dir, os.environ)
+
+
+def _recovery_table(result: Mapping[str, Any]) -> None:
+    if "cold" in result:
+        _table(summary_rows(result))
+        for outcome in result["outcomes"]:
+            for text in (*outcome["failures"], *outcome["missing"]):
+                print(f"{outcome['scenario']}: {text}")
+    else:
+        print(f"{result['verdict']}: {result.get('error', 'the run was interrupted')}")
+    print(f"Evidence: {result['folder']}")
+
+
+def _table(rows: Sequence[tuple[str, Any]]) -> None:
+    table = Table(show_header=False)
+    for name, value in rows:
+        table.add_row(name, str(value))
+    _OUT.print(table)
+
+
+def _print(arguments: argparse.Namespace, content: Any, human: Callable[[], Any]) -> None:
+    if arguments.json:
+        print(json.dumps(content, ensure_ascii=False, indent=2))
+    else:
+        human()

@@ -1,0 +1,140 @@
+"""vLLM's command line, read the way vLLM reads it."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Mapping, Sequence
+
+from .errors import UsageError
+
+# Short and alternative names (vllm 0.32.0, vllm/engine/arg_utils.py).
+_ALIASES = {
+    "-tp": "--tensor-parallel-size",
+    "-pp": "--pipeline-parallel-size",
+    "-dcp": "--decode-context-parallel-size",
+    "-dp": "--data-parallel-size",
+    "-q": "--quantization",
+    "-O": "--compilation-config",
+}
+
+# Set by their own variables; a second value in extra arguments would contradict them.
+OWNED = frozenset(
+    {
+        "--model",
+        "--served-model-name",
+        "--host",
+        "--port",
+        "--tensor-parallel-size",
+        "--max-num-seqs",
+        "--max-model-len",
+        "--kv-cache-dtype",
+        "--block-size",
+        "--enforce-eager",
+        "--gpu-memory-utilization",
+        "--kv-transfer-config",
+        "--offload-backend",
+        "--cpu-offload-gb",
+        # A secret on a command line is readable by every user of the host.
+        "--api-key",
+    }
+)
+
+# Arguments known not to change one byte of KV: scheduling, logging, parsing of answers. Every other argument counts as
+# one that may, and becomes part of the identity.
+HARMLESS = frozenset(
+    {
+        "--enable-prefix-caching",
+        "--no-enable-prefix-caching",
+        "--enable-chunked-prefill",
+        "--no-enable-chunked-prefill",
+        "--enable-prompt-tokens-details",
+        "--max-num-batched-tokens",
+        "--disable-log-stats",
+        "--enable-log-requests",
+        "--no-enable-log-requests",
+        "--uvicorn-log-level",
+        "--disable-uvicorn-access-log",
+        "--enable-auto-tool-choice",
+        "--tool-call-parser",
+        "--reasoning-parser",
+        "--generation-config",
+        "--cpu-offload-params",
+        "--disable-custom-all-reduce",
+    }
+)
+
+
+def parse_options(argv: Sequence[str]) -> dict[str, list[str]]:
+    """Options of a vLLM command line.
+
+    Args:
+        argv: the arguments; words before the first option are skipped.
+
+    Returns:
+        For each option, in the long spelling with dashes, its value in every place where it stands; several words
+        after one option are joined by a space, an option without a value has an empty one.
+    """
+    options: dict[str, list[str]] = {}
+    current: list[str] | None = None
+    for word in argv:
+        if _is_option(word):
+            name, separator, value = word.partition("=")
+            name = _canonical(name)
+            current = options.setdefault(name, [])
+            current.append(value)
+            if separator:
+                current = None
+        elif current is not None:
+            current[-1] = f"{current[-1]} {word}" if current[-1] else word
+    return options
+
+
+def check_extra_args(extra_args: Sequence[str]) -> None:
+    """Refuses extra arguments that have a variable of their own.
+
+    Raises:
+        UsageError: naming them.
+    """
+    if extra_args and not _is_option(extra_args[0]):
+        raise UsageError(
+            "reading vllm_engine_extra_args", f"{extra_args[0]!r} is not an option", "Start with an option, --name value."
+        )
+    owned = sorted(set(parse_options(extra_args)) & OWNED)
+    if owned:
+        raise UsageError(
+            "reading vllm_engine_extra_args",
+            f"{', '.join(owned)} {'has' if len(owned) == 1 else 'have'} a variable of their own",
+            "Set that variable instead (see docs/configuration.md).",
+        )
+
+
+def positive_option(options: Mapping[str, Sequence[str]], name: str) -> int:
+    """Value of an option that is a positive whole number and defaults to 1.
+
+    Raises:
+        UsageError: when it is something else, or is given twice with different values.
+    """
+    values = set(options.get(name, ("1",)))
+    value = values.pop()
+    if values or not re.match(r"[1-9][0-9]{0,8}\Z", value):
+        raise UsageError(
+            f"reading {name}", f"its value is {' and '.join([value, *sorted(values)])!r}", "Give one positive number."
+        )
+    return int(value)
+
+
+def layout_flags(options: Mapping[str, Sequence[str]]) -> str:
+    """Options that may change the KV, as one canonical text; ``none`` where there is none."""
+    relevant = {name: list(values) for name, values in options.items() if name not in HARMLESS and name not in OWNED}
+    return json.dumps(relevant, sort_keys=True, separators=(",", ":")) if relevant else "none"
+
+
+def _is_option(word: str) -> bool:
+    return len(word) > 1 and word.startswith("-") and not re.match(r"-[0-9.]", word)
+
+
+def _canonical(name: str) -> str:
+    if name in _ALIASES:
+        return _ALIASES[name]
+    return name.replace("_", "-") if name.startswith("--") else name

@@ -1,0 +1,160 @@
+"""KV geometry: what one token's KV looks like, read from a model's config.json.
+
+Field names are those of the public configuration classes in transformers 5.x. ``hybrid_layer_pattern`` and the
+``swa_*`` fields are MiMo-V2's (1 marks a sliding-window layer); ``kv_lora_rank`` and ``qk_rope_head_dim`` are those of
+DeepSeek's multi-head latent attention (MLA).
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any, Mapping
+
+from .errors import UsageError
+
+FULL, SLIDING, MLA = "full", "sliding", "mla"
+_NOT_ATTENTION = ("linear_attention", "mamba", "conv", "recurrent")
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """The KV of one attention layer.
+
+    Attributes:
+        kind: ``full``, ``sliding`` or ``mla``.
+        kv_heads: KV heads of the whole model, before tensor parallelism; 1 for MLA.
+        k_dim: elements per head and token of the key; for MLA the latent rank plus the RoPE part.
+        v_dim: elements per head and token of the value; 0 for MLA, which stores one latent for both.
+        window: sliding window in tokens, 0 for none.
+    """
+
+    kind: str
+    kv_heads: int
+    k_dim: int
+    v_dim: int
+    window: int = 0
+
+    def text(self) -> str:
+        """``full(heads=8,k=128,v=128)``"""
+        window = f",window={self.window}" if self.window else ""
+        return f"{self.kind}(heads={self.kv_heads},k={self.k_dim},v={self.v_dim}{window})"
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """KV of a whole model: one entry per layer, in order."""
+
+    layers: tuple[LayerKind, ...]
+
+    @property
+    def elements_per_token(self) -> int:
+        """KV elements that one token takes in all layers together (sliding windows not yet applied)."""
+        return sum(layer.kv_heads * (layer.k_dim + layer.v_dim) for layer in self.layers)
+
+    def text(self) -> str:
+        """Run-length text that names every layer in order, e.g. ``30*full(heads=3,k=64,v=64)``."""
+        runs: list[tuple[int, str]] = []
+        for layer in self.layers:
+            if runs and runs[-1][1] == layer.text():
+                runs[-1] = (runs[-1][0] + 1, layer.text())
+            else:
+                runs.append((1, layer.text()))
+        return " ".join(f"{count}*{text}" for count, text in runs)
+
+
+def language_model(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The part of a config.json that describes the language model: ``text_config`` where there is one."""
+    nested = config.get("text_config")
+    return nested if isinstance(nested, dict) else config
+
+
+def geometry_from_config(config: Mapping[str, Any], source: str) -> Geometry:
+    """Reads the KV geometry from a parsed config.json.
+
+    Raises:
+        UsageError: naming ``source`` and the field, where a field is missing, has the wrong type or describes layers
+            whose KV this version cannot tell.
+    """
+    reader = _Reader(language_model(config), source)
+    count = reader.integer("num_hidden_layers")
+    if "kv_lora_rank" in reader.config and reader.config["kv_lora_rank"] is not None:
+        rank = reader.integer("kv_lora_rank") + reader.integer("qk_rope_head_dim")
+        return Geometry((LayerKind(MLA, 1, rank, 0),) * count)
+    full = _heads(reader, FULL, "")
+    pattern = _pattern(reader, count)
+    if 1 not in pattern:
+        return Geometry((full,) * count)
+    prefix = "swa_" if "swa_num_key_value_heads" in reader.config else ""
+    window_name = "sliding_window" if reader.config.get("sliding_window") is not None else "sliding_window_size"
+    sliding = _heads(reader, SLIDING, prefix, reader.integer(window_name))
+    return Geometry(tuple(sliding if mark else full for mark in pattern))
+
+
+def rope_text(config: Mapping[str, Any]) -> str:
+    """Canonical JSON of every position-encoding field of a config.json; ``{}`` where there is none."""
+    model = language_model(config)
+    fields = {
+        name: value
+        for name, value in model.items()
+        if ("rope" in name or name in ("partial_rotary_factor", "rotary_pct", "rotary_dim")) and value is not None
+    }
+    return json.dumps(fields, sort_keys=True, separators=(",", ":"))
+
+
+def _heads(reader: _Reader, kind: str, prefix: str, window: int = 0) -> LayerKind:
+    attention_heads = reader.integer(f"{prefix}num_attention_heads")
+    kv_heads = reader.optional(f"{prefix}num_key_value_heads") or attention_heads
+    k_dim = reader.optional(f"{prefix}head_dim") or _division(reader, attention_heads)
+    v_dim = reader.optional(f"{prefix}v_head_dim") or k_dim
+    return LayerKind(kind, kv_heads, k_dim, v_dim, window)
+
+
+def _division(reader: _Reader, attention_heads: int) -> int:
+    hidden = reader.integer("hidden_size")
+    if hidden % attention_heads:
+        raise reader.error("hidden_size", f"{hidden} is not a multiple of num_attention_heads {attention_heads}")
+    return hidden // attention_heads
+
+
+def _pattern(reader: _Reader, count: int) -> list[int]:
+    """1 for each sliding-window layer, 0 for each full one."""
+    config = reader.config
+    if isinstance(config.get("hybrid_layer_pattern"), list):
+        marks = [1 if mark else 0 for mark in config["hybrid_layer_pattern"]]
+        name = "hybrid_layer_pattern"
+    elif isinstance(config.get("layer_types"), list):
+        name = "layer_types"
+        for kind in config[name]:
+            if any(word in str(kind) for word in _NOT_ATTENTION):
+                raise reader.error(name, f"layers of type {kind!r} keep a state that is not KV")
+        marks = [1 if "sliding" in str(kind) or "chunked" in str(kind) else 0 for kind in config[name]]
+    else:
+        # Without a list: a window on every layer, unless use_sliding_window (Qwen2) switches it off.
+        windowed = config.get("sliding_window") is not None and config.get("use_sliding_window", True)
+        return [1 if windowed else 0] * count
+    if len(marks) != count:
+        raise reader.error(name, f"it lists {len(marks)} layers but num_hidden_layers is {count}")
+    return marks
+
+
+@dataclass(frozen=True)
+class _Reader:
+    config: Mapping[str, Any]
+    source: str
+
+    def integer(self, name: str) -> int:
+        value = self.config.get(name)
+        if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
+            raise self.error(name, f"it is {value!r}, not a positive whole number")
+        return value
+
+    def optional(self, name: str) -> int | None:
+        return None if self.config.get(name) is None else self.integer(name)
+
+    def error(self, name: str, cause: str) -> UsageError:
+        return UsageError(
+            f"reading the KV geometry from {self.source}, field {name}",
+            cause,
+            "Give a model whose config.json describes its attention layers.",
+        )

@@ -1,0 +1,1 @@
+"""The only room that touches processes, services, HTTP and files."""

@@ -1,0 +1,124 @@
+"""Does a running service already run what the settings ask for? Compares with the process, not with what was once written.
+
+A deployment that was interrupted half-way, or a service that somebody started by hand, is brought in line by the next
+run all the same; and a setting that a service does not use does not restart it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Mapping, Sequence
+
+from ..core import commands
+from ..core.deployment import Deployment
+from ..core.errors import UsageError
+from .deployment import load_identity
+from .health import cache_endpoint, engine_endpoint, wait_healthy
+from .identity import namespace_of
+from .processes import Process, command_line
+from .services import CACHE_SERVICE, ENGINE_SERVICE, service_manager
+
+
+def wanted_command(deployment: Deployment, service: str, namespace: str | None) -> tuple[list[str], dict[str, str]]:
+    """Arguments and own environment variables that a service should run with.
+
+    Args:
+        namespace: the engine's namespace; None takes that of the saved identity. Unused where the cache is not attached.
+    """
+    if service == CACHE_SERVICE:
+        return commands.cache_argv(deployment.cache), commands.cache_environment(deployment.cache)
+    if not deployment.engine.kv_persist:
+        namespace = None
+    elif namespace is None:
+        namespace = namespace_of(deployment, load_identity(deployment.config_dir))
+    return commands.engine_argv(deployment.engine, namespace), commands.engine_environment(deployment.engine)
+
+
+def deviations(running: Process, argv: Sequence[str], environment: Mapping[str, str]) -> list[str]:
+    """What a running process does not have as wanted, in words; empty when it is in line."""
+    found = command_line(running.pid)
+    if found is None:
+        return ["its arguments cannot be read"]
+    words = []
+    if found != list(argv):
+        gone = [word for word in found if word not in argv]
+        new = [word for word in argv if word not in found]
+        words.append(f"arguments change from {' '.join(gone) or 'nothing'} to {' '.join(new) or 'nothing'}")
+    actual = _environment(running.pid)
+    words.extend(
+        f"{name} changes from {actual.get(name)!r} to {value!r}"
+        for name, value in environment.items()
+        if actual.get(name) != value
+    )
+    return words
+
+
+def _environment(pid: int) -> dict[str, str]:
+    try:
+        raw = Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:
+        return {}
+    pairs = (entry.partition("=") for entry in raw.decode("utf-8", "replace").split("\0") if entry)
+    return {name: value for name, _, value in pairs}
+
+
+@dataclass(frozen=True)
+class Action:
+    """What was done to a service, or in check mode would be, and why."""
+
+    action: str
+    reasons: tuple[str, ...] = ()
+
+    def as_result(self) -> dict[str, Any]:
+        """The keys that the module returns."""
+        changed = self.action != "none"
+        diff = {"before": "", "after": "".join(f"{reason}\n" for reason in self.reasons)} if changed else {}
+        return {"changed": changed, "action": self.action, "reasons": list(self.reasons), "diff": diff}
+
+
+def converge_started(
+    deployment: Deployment, name: str, namespace: str | None, restart: bool, timeout_s: float, check_mode: bool
+) -> Action:
+    """Makes a service run what the settings ask for, and waits until it is healthy.
+
+    Args:
+        name: ``cache`` or ``engine``.
+        namespace: as for :func:`wanted_command`.
+        restart: restart it in any case.
+
+    Raises:
+        UsageError: for a name that cannot be started.
+        KvpError: when the service does not become healthy.
+    """
+    endpoints = {"cache": cache_endpoint, "engine": engine_endpoint}
+    if name not in endpoints:
+        raise UsageError("starting services", f"{name!r} is not one service", "Start cache and engine one by one.")
+    endpoint = endpoints[name](deployment)
+    manager = service_manager(deployment)
+    argv, environment = wanted_command(deployment, endpoint.service, namespace)
+    running = manager.process(endpoint.service)
+    reasons = ["it does not run"] if running is None else deviations(running, argv, environment)
+    if restart and running is not None:
+        reasons.append("its definition or what it depends on changed")
+    action = Action("none" if not reasons else "started" if running is None else "restarted", tuple(reasons))
+    if check_mode:
+        return action
+    if reasons:
+        manager.reload()
+        manager.restart(endpoint.service)
+    wait_healthy(manager, endpoint, deployment.engine.launch_mode == "docker", timeout_s)
+    return action
+
+
+def converge_stopped(deployment: Deployment, name: str, check_mode: bool) -> Action:
+    """Stops a service, or with ``all`` both, and what keeps them running where that is ours."""
+    manager = service_manager(deployment)
+    services = {"cache": (CACHE_SERVICE,), "engine": (ENGINE_SERVICE,)}.get(name, (ENGINE_SERVICE, CACHE_SERVICE))
+    running = [service for service in services if manager.process(service) is not None]
+    if running and not check_mode:
+        for service in running:
+            manager.stop(service)
+    if name == "all" and not check_mode:
+        manager.shutdown()
+    return Action("stopped" if running else "none", tuple(f"{service} runs" for service in running))

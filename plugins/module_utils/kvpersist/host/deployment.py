@@ -1,0 +1,58 @@
+"""Reads a deployment back from the files that the playbook rendered."""
+
+from __future__ import annotations
+
+import os
+from typing import Mapping
+
+from ..core.deployment import Deployment, deployment_from_values
+from ..core.engine_args import check_extra_args
+from ..core.errors import UsageError
+from ..core.identity import IDENTITY_ENV, Identity, identity_from_env
+from ..core.settings import FILES, Value, read_files
+from .files import read_text
+
+
+def load_values(config_dir: str, environment: Mapping[str, str]) -> dict[str, Value]:
+    """Settings of the deployment whose files lie in ``config_dir``, by Ansible variable.
+
+    Args:
+        environment: the process environment, whose variables win over the files.
+
+    Raises:
+        UsageError: when the folder holds no deployment, or a value is wrong.
+    """
+    if not os.path.isdir(config_dir):
+        raise UsageError(
+            f"reading the deployment in {config_dir}",
+            "there is no such folder",
+            "Deploy with ansible-playbook site.yml, or give --config-dir.",
+        )
+    texts = {name: read_text(f"{config_dir}/{name}") for name in FILES}
+    return read_files(texts, environment, config_dir)
+
+
+def load_deployment(config_dir: str, environment: Mapping[str, str]) -> Deployment:
+    """The deployment whose files lie in ``config_dir``; see :func:`load_values`."""
+    return deployment_of(load_values(config_dir, environment))
+
+
+def deployment_of(values: Mapping[str, Value]) -> Deployment:
+    """The deployment that typed settings describe.
+
+    Raises:
+        UsageError: when settings contradict each other.
+    """
+    deployment = deployment_from_values(values)
+    check_extra_args(deployment.engine.extra_args)
+    return deployment
+
+
+def load_identity(config_dir: str) -> Identity:
+    """The identity in ``config_dir``.
+
+    Raises:
+        UsageError: when the file is missing or malformed.
+    """
+    path = f"{config_dir}/{IDENTITY_ENV}"
+    return identity_from_env(read_text(path), path)

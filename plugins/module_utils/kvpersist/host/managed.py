@@ -1,0 +1,71 @@
+"""Files and links that Ansible modules manage: plan first, apply second, report both ways the same."""
+
+from __future__ import annotations
+
+import os
+import stat
+from dataclasses import dataclass
+from typing import Any
+
+from ..core.errors import UsageError
+from .files import link_atomic, link_target, read_text, reason, write_atomic
+
+_MODE = 0o600
+
+
+@dataclass(frozen=True)
+class Change:
+    """What a run does, or in check mode would do, to one path."""
+
+    path: str
+    before: str
+    after: str
+
+    @property
+    def changed(self) -> bool:
+        """Whether anything differs."""
+        return self.before != self.after
+
+    def diff(self) -> dict[str, str]:
+        """Ansible's diff entry."""
+        return {"before": self.before, "after": self.after, "before_header": self.path, "after_header": self.path}
+
+    def as_result(self) -> dict[str, Any]:
+        """``changed`` and ``diff`` of a module's result."""
+        return {"changed": self.changed, "diff": self.diff()}
+
+
+def manage_file(path: str, content: str, check_mode: bool) -> Change:
+    """Makes a file have this content and mode 0600.
+
+    Raises:
+        UsageError: when the file cannot be read or written.
+    """
+    exists = os.path.lexists(path)
+    before = read_text(path) if exists else ""
+    mode = stat.S_IMODE(os.stat(path).st_mode) if exists else _MODE
+    change = Change(path, before if mode == _MODE else f"# mode {mode:04o}\n{before}", content)
+    if change.changed and not check_mode:
+        try:
+            write_atomic(path, content, _MODE)
+        except OSError as error:
+            raise UsageError(f"writing {path}", reason(error), "Check the folder, its permissions and the disk.") from None
+    return change
+
+
+def manage_link(path: str, target: str, check_mode: bool) -> Change:
+    """Makes a symbolic link point to a target.
+
+    Raises:
+        UsageError: when something that is not a link stands there, or it cannot be made.
+    """
+    if os.path.lexists(path) and not os.path.islink(path):
+        raise UsageError(f"linking {path}", "something that is not a link stands there", "Move it away.")
+    before = link_target(path)
+    change = Change(path, f"{before}\n" if before else "", f"{target}\n")
+    if change.changed and not check_mode:
+        try:
+            link_atomic(path, target)
+        except OSError as error:
+            raise UsageError(f"linking {path}", reason(error), "Check the folder and its permissions.") from None
+    return change

@@ -1,0 +1,159 @@
+"""A model's folder on disk: config, weights, tokenizer, chat template, reduced to what the identity needs."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from dataclasses import dataclass
+from typing import Any, Mapping, Sequence
+
+from ..core.errors import UsageError
+from ..core.geometry import geometry_from_config, language_model, rope_text
+from .files import read_json, read_text, reason
+from .hashing import HashCache, Progress, sha256_files
+
+# In the order in which vLLM prefers them; one kind is loaded, the others are ignored.
+_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".gguf")
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "tokenizer.model",
+    "tekken.json",
+)
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tekken.json", "vocab.json", "vocab.txt")
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What a model folder contributes to the identity; the fields are named as there."""
+
+    model_dtype: str
+    kv_geometry: str
+    rope: str
+    quantization: str
+    quantization_config: Mapping[str, Any] | None
+    weights_sha256: str
+    tokenizer_sha256: str
+    chat_template_sha256: str
+
+
+def read_model(folder: str, cache: HashCache, progress: Progress | None = None) -> ModelFacts:
+    """Reads and hashes a model folder.
+
+    Raises:
+        UsageError: for a missing folder, a config.json that is no JSON, missing weights, shards or tokenizer.
+    """
+    if not os.path.isdir(folder):
+        raise UsageError(f"reading the model folder {folder}", "it is not a folder", "Set kvp_model_dir to the model's folder.")
+    config = read_json(f"{folder}/config.json")
+    geometry = geometry_from_config(config, f"{folder}/config.json")
+    tokenizer = tokenizer_files(folder)
+    shards = weight_shards(folder)
+    digests = sha256_files([f"{folder}/{name}" for name in (*shards, *tokenizer)], cache, progress)
+    quantization = config.get("quantization_config") or language_model(config).get("quantization_config")
+    return ModelFacts(
+        model_dtype=_dtype(config, folder),
+        kv_geometry=geometry.text(),
+        rope=rope_text(config),
+        quantization=_quantization_text(quantization),
+        quantization_config=quantization if isinstance(quantization, dict) else None,
+        weights_sha256=_fingerprint(folder, shards, digests),
+        tokenizer_sha256=_fingerprint(folder, tokenizer, digests),
+        chat_template_sha256=hashlib.sha256(_chat_template(folder)).hexdigest(),
+    )
+
+
+def tokenizer_files(folder: str) -> list[str]:
+    """Names of the tokenizer's files in a model folder.
+
+    Raises:
+        UsageError: when none of them holds a vocabulary.
+    """
+    names = [name for name in _TOKENIZER_FILES if os.path.isfile(f"{folder}/{name}")]
+    if not set(names) & set(_TOKENIZERS):
+        raise UsageError(
+            f"reading the tokenizer in {folder}",
+            f"none of {', '.join(_TOKENIZERS)} is there",
+            "Copy the tokenizer files of the model into its folder.",
+        )
+    return names
+
+
+def weight_shards(folder: str) -> list[str]:
+    """Names of the weight shards in a model folder, sorted.
+
+    Raises:
+        UsageError: when there is none, or one that the index names is missing.
+    """
+    try:
+        names = sorted(os.listdir(folder))
+    except OSError as error:
+        raise UsageError(f"reading the model folder {folder}", reason(error), "Check its permissions.") from None
+    for suffix in _WEIGHT_SUFFIXES:
+        shards = [name for name in names if name.endswith(suffix) and os.path.isfile(f"{folder}/{name}")]
+        if not shards:
+            continue
+        index = f"{folder}/model{suffix}.index.json"
+        if os.path.exists(index):
+            _check_index(index, shards)
+        return shards
+    raise UsageError(
+        f"reading the weights in {folder}",
+        f"no file ends in {', '.join(_WEIGHT_SUFFIXES)}",
+        "Copy the model's weights into its folder.",
+    )
+
+
+def _check_index(index: str, shards: Sequence[str]) -> None:
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise UsageError(f"reading {index}", "it has no weight_map", "Copy the file again from its source.")
+    missing = sorted({str(name) for name in weight_map.values()} - set(shards))
+    if missing:
+        raise UsageError(f"reading {index}", f"shard {missing[0]} is not in the folder", "Finish the download of the model.")
+
+
+def _fingerprint(folder: str, names: Sequence[str], digests: Mapping[str, str]) -> str:
+    content = json.dumps([[name, digests[f"{folder}/{name}"]] for name in sorted(names)], separators=(",", ":"))
+    return hashlib.sha256(content.encode()).hexdigest()
+
+
+def _dtype(config: Mapping[str, Any], folder: str) -> str:
+    # transformers 5 writes `dtype`, earlier releases `torch_dtype`.
+    for part in (language_model(config), config):
+        for name in ("dtype", "torch_dtype"):
+            if isinstance(part.get(name), str):
+                return str(part[name]).replace("torch.", "")
+    raise UsageError(
+        f"reading {folder}/config.json", "it names no dtype", "Add dtype, or set vllm_engine_kv_cache_dtype to the right one."
+    )
+
+
+def _quantization_text(quantization: Any) -> str:
+    if not quantization:
+        return "none"
+    canonical = json.dumps(quantization, sort_keys=True, separators=(",", ":"))
+    method = quantization.get("quant_method", "unnamed") if isinstance(quantization, dict) else "unnamed"
+    return f"{method} sha256:{hashlib.sha256(canonical.encode()).hexdigest()}"
+
+
+def _chat_template(folder: str) -> bytes:
+    """The bytes whose SHA-256 is the chat-template digest.
+
+    chat_template.jinja as it is; else ``chat_template`` of chat_template.json or tokenizer_config.json in UTF-8, a list
+    of named templates as JSON with sorted keys; nothing for a model without a template.
+    """
+    if os.path.isfile(f"{folder}/chat_template.jinja"):
+        return read_text(f"{folder}/chat_template.jinja").encode()
+    for name in ("chat_template.json", "tokenizer_config.json"):
+        template = read_json(f"{folder}/{name}").get("chat_template") if os.path.isfile(f"{folder}/{name}") else None
+        if template:
+            text = template if isinstance(template, str) else json.dumps(template, sort_keys=True, separators=(",", ":"))
+            return text.encode()
+    return b""

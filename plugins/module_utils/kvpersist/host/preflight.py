@@ -1,0 +1,115 @@
+"""What must hold on a host before anything is deployed there. Looks, changes nothing, and finds every problem at once."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from typing import Iterable
+
+from ..core.deployment import Deployment
+from ..core.errors import KvpError
+from ..core.geometry import geometry_from_config
+from .environments import engine_build, lmcache_version
+from .files import read_json
+from .model_folder import tokenizer_files, weight_shards
+from .processes import port_is_taken
+from .services import CACHE_SERVICE, ENGINE_SERVICE, ServiceManager
+
+_NETWORK_FILESYSTEMS = ("nfs", "nfs4", "cifs", "smb3", "9p", "ceph", "glusterfs", "fuse.sshfs", "lustre")
+
+
+def preflight_problems(deployment: Deployment, manager: ServiceManager) -> list[str]:
+    """Problems of this host, each a line with what to do about it; empty when it is ready."""
+    checks = (_programs, _model, _disk, _ports_of_strangers)
+    return [problem for check in checks for problem in check(deployment, manager)]
+
+
+def _programs(deployment: Deployment, manager: ServiceManager) -> Iterable[str]:
+    if deployment.cache.launch_mode == "docker":
+        if shutil.which("docker") is None:
+            yield "docker is missing. Install Docker, or set kvp_launch_mode to host."
+        return
+    for venv, version_of in ((deployment.cache.venv, lmcache_version), (deployment.engine.venv, engine_build)):
+        try:
+            version_of(venv)
+        except KvpError as error:
+            yield str(error)
+    yield from _full_cli(deployment.cache.venv)
+
+
+def _full_cli(venv: str) -> Iterable[str]:
+    """LMCache's command silently becomes a light one without a server when one of its dependencies is missing."""
+    python = f"{venv}/bin/python"
+    if not os.access(python, os.X_OK):
+        return
+    try:
+        result = subprocess.run(  # noqa: S603  # the deployment's own interpreter
+            [python, "-m", "lmcache.cli.main", "server", "--help"],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+            env={**os.environ, "LMCACHE_TRACK_USAGE": "false", "LMCACHE_DISABLE_BANNER": "1"},
+        )
+    except subprocess.TimeoutExpired:
+        yield f"lmcache server --help in {venv} gives no answer in 120 s. Check the environment."
+        return
+    if "--l2-adapter" not in result.stdout:
+        end = " ".join((result.stderr or result.stdout).split())[-300:]
+        yield f"lmcache in {venv} has no server (a dependency is missing): {end}. Install its full requirements."
+
+
+def _model(deployment: Deployment, manager: ServiceManager) -> Iterable[str]:
+    folder = deployment.engine.model_dir
+    if not os.path.isdir(folder):
+        yield f"The model folder {folder} does not exist. Set kvp_model_dir."
+        return
+    try:
+        geometry_from_config(read_json(f"{folder}/config.json"), f"{folder}/config.json")
+        tokenizer_files(folder)
+        weight_shards(folder)
+    except KvpError as error:
+        yield str(error)
+
+
+def _disk(deployment: Deployment, manager: ServiceManager) -> Iterable[str]:
+    root = deployment.cache.root
+    existing = root
+    while not os.path.isdir(existing):
+        existing = os.path.dirname(existing)
+    kind = filesystem_type(existing)
+    if kind in _NETWORK_FILESYSTEMS:
+        yield f"{root} lies on {kind}, where a rename is not atomic. Set kvp_cache_root to a local disk."
+    usage = shutil.disk_usage(existing)
+    held = sum(entry.stat().st_size for entry in os.scandir(root) if entry.is_file()) if os.path.isdir(root) else 0
+    budget, floor = deployment.cache.budget_gb * 1e9, deployment.cache_min_free_gb * 1e9
+    if usage.free + held < budget + floor:
+        yield (
+            f"{root} has {(usage.free + held) / 1e9:.1f} GB for a budget of {budget / 1e9:.1f} GB and {floor / 1e9:.1f} GB "
+            "that must stay free. Lower kvp_cache_budget_gb or use a larger disk."
+        )
+
+
+def _ports_of_strangers(deployment: Deployment, manager: ServiceManager) -> Iterable[str]:
+    ports = (
+        (deployment.cache.port, CACHE_SERVICE, "kvp_cache_port"),
+        (deployment.cache.http_port, CACHE_SERVICE, "kvp_cache_http_port"),
+        (deployment.engine.port, ENGINE_SERVICE, "vllm_engine_port"),
+    )
+    for port, service, variable in ports:
+        if port_is_taken(port) and manager.process(service) is None:
+            yield f"Port {port} is taken by a program that is not {service}. Stop that program or change {variable}."
+
+
+def filesystem_type(path: str) -> str:
+    """Type of the filesystem that holds a path, from /proc/self/mountinfo; empty when it cannot be told."""
+    device = os.stat(path).st_dev
+    wanted = f"{os.major(device)}:{os.minor(device)}"
+    found = ""
+    with open("/proc/self/mountinfo", encoding="utf-8") as file:
+        for line in file:
+            columns = line.split()
+            if columns[2] == wanted:
+                found = columns[columns.index("-") + 1]
+    return found
