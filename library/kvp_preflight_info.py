@@ -61,9 +61,7 @@ def main() -> None:
         problems = preflight_problems(deployment, service_manager(deployment))
     except KvpError as error:
         module.fail_json(msg=str(error), exit_code=error.exit_code)
-    module.exit_json(
-        changed=False, problems=problems, service_manager=resolved_manager(deployment.service_manager)
-    )
+    module.exit_json(changed=False, problems=problems, service_manager=resolved_manager(deployment.service_manager))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Iterable
+from collections.abc import Iterable
 
 from ..core.settings import LANGUAGES, documentation
 from ..host.files import write_atomic

@@ -7,7 +7,8 @@ import json
 import os
 import sys
 import traceback
-from typing import Any, Callable, Mapping, NoReturn, Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any, Callable, NoReturn
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
@@ -15,7 +16,7 @@ from rich.table import Table
 
 from .. import __version__
 from ..core.deployment import Deployment
-from ..core.errors import EXIT_OK, EXIT_PREFLIGHT, EXIT_USAGE, KvpError
+from ..core.errors import EXIT_OK, EXIT_PREFLIGHT, KvpError
 from ..core.recovery import SCENARIOS, exit_code, summary_rows
 from ..core.settings import to_text
 from ..host.deployment import load_deployment, load_identity, load_values
@@ -68,12 +69,16 @@ def _parser() -> argparse.ArgumentParser:
 
     launch = add("launch", _launch, "Become the cache server or the engine (this is what the services run).")
     launch.add_argument("program", choices=("cache", "engine"))
-    launch.add_argument("--variant", choices=("persist", "uva"), help="engine variant (default: ENGINE_VARIANT of tp4.env)")
+    launch.add_argument(
+        "--variant", choices=("persist", "uva"), help="engine variant (default: ENGINE_VARIANT of tp4.env)"
+    )
     add("model-name", _model_name, "Print the namespace, verified against the model and the settings.")
     add("identity", _identity, "Print the identity of this deployment.")
     add("preflight", _preflight, "Check whether this host can run the deployment.")
     add("gate", _gate, "Compare what runs with the identity: 0 verified, 4 mismatch, 5 inconclusive.")
-    recover = add("recover", _recover, "Restart acceptance test: 0 PASS, 1 FAIL, 5 INCONCLUSIVE. Restarts the services.")
+    recover = add(
+        "recover", _recover, "Restart acceptance test: 0 PASS, 1 FAIL, 5 INCONCLUSIVE. Restarts the services."
+    )
     recover.add_argument("--scenario", action="append", choices=SCENARIOS, help="A or B; both when not given")
     recover.add_argument("--prompt-tokens", type=int, default=Plan.prompt_tokens, help="approximate prompt length")
     recover.add_argument("--expected-answer", default="", help="text that a right answer contains")

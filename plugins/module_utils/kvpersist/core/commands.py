@@ -1,9 +1,10 @@
-"""Command lines of cache server and engine, for host and Docker, CUDA and CPU. Pure functions: same input, same argv."""
+"""Command lines of cache server and engine, for host and Docker, CUDA and CPU."""
 
 from __future__ import annotations
 
 import json
-from typing import Any, Mapping
+from collections.abc import Mapping
+from typing import Any
 
 from .deployment import CacheServer, Engine
 from .errors import UsageError
@@ -82,7 +83,10 @@ def cache_argv(cache: CacheServer) -> list[str]:
 
 
 def connector_config(engine: Engine) -> dict[str, Any]:
-    """JSON of ``--kv-transfer-config``. A KV block that cannot be loaded is recomputed; vLLM's default fails the request."""
+    """JSON of ``--kv-transfer-config``.
+
+    KV that cannot be loaded is recomputed; vLLM's default would fail the request.
+    """
     return {
         "kv_connector": CONNECTOR,
         "kv_connector_module_path": CONNECTOR_MODULE,
@@ -178,9 +182,9 @@ def served_path(engine: Engine, namespace: str | None) -> str:
 
 def confirmation(engine: Engine, namespace: str) -> tuple[str, str]:
     """The two lines that a launcher prints when it attaches the cache."""
+    cache = f"{engine.cache_host}:{engine.cache_port}"
     return (
-        f"KV_PERSIST=1: attaching LMCache connector {CONNECTOR} ({CONNECTOR_MODULE}) to "
-        f"{engine.cache_host}:{engine.cache_port}",
+        f"KV_PERSIST=1: attaching LMCache connector {CONNECTOR} ({CONNECTOR_MODULE}) to {cache}",
         f"KV_PERSIST=1: cache-identity namespace -> {served_path(engine, namespace)}",
     )
 

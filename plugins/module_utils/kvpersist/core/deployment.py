@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 import shlex
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Mapping
+from typing import Any
 
 from .errors import UsageError
 from .settings import Value
@@ -223,7 +224,9 @@ def _engine_problems(engine: Engine, cache: CacheServer) -> list[str]:
     if engine.device == "cpu" and engine.kv_persist and engine.block_size % 32:
         problems.append(f"vllm_engine_block_size {engine.block_size} is not a multiple of 32, which device cpu needs")
     if engine.model_revision and not re.match(r"[0-9a-f]{40}\Z", engine.model_revision):
-        problems.append(f"KVP_MODEL_REVISION must be a full 40-hex SHA, not {engine.model_revision!r} (kvp_model_revision)")
+        problems.append(
+            f"KVP_MODEL_REVISION must be a full 40-hex SHA, not {engine.model_revision!r} (kvp_model_revision)"
+        )
     if engine.variant == "uva" and engine.device == "cpu":
         problems.append("vllm_engine_variant uva needs kvp_device cuda")
     if engine.variant == "uva" and engine.cpu_offload_gb <= 0:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from .errors import UsageError
 
@@ -98,7 +98,9 @@ def check_extra_args(extra_args: Sequence[str]) -> None:
     """
     if extra_args and not _is_option(extra_args[0]):
         raise UsageError(
-            "reading vllm_engine_extra_args", f"{extra_args[0]!r} is not an option", "Start with an option, --name value."
+            "reading vllm_engine_extra_args",
+            f"{extra_args[0]!r} is not an option",
+            "Start with an option, --name value.",
         )
     owned = sorted(set(parse_options(extra_args)) & OWNED)
     if owned:

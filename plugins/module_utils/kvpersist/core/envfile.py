@@ -2,14 +2,15 @@
 
 The format is the part of POSIX shell that needs no shell: ``NAME=value``, optional ``export``, single and double
 quotes, ``#`` comments. Nothing is expanded. Whatever a shell would read differently (``$``, a space around ``=``, a
-second assignment of the same name) is an error with its line, so that a file means the same to this parser, to
-``bash`` and to systemd.
+second assignment of the same name) is an error with its line, so that a file means the same to this parser and to
+``bash``.
 """
 
 from __future__ import annotations
 
 import re
-from typing import Iterable, Mapping, NamedTuple
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
 from .errors import UsageError
 
@@ -40,7 +41,7 @@ def parse(text: str, source: str) -> dict[str, str]:
 
     Raises:
         UsageError: naming ``source`` and the line, for a bad name, an unterminated quote, an expansion, white space
-            around ``=`` or a name that is assigned twice.
+            around ``=``, a control character or a name that is assigned twice.
     """
     values: dict[str, str] = {}
     seen: dict[str, int] = {}
@@ -65,9 +66,9 @@ def render(entries: Iterable[Entry], header: Iterable[str] = ()) -> str:
         header: comment lines for the top of the file.
 
     Raises:
-        UsageError: for a bad or repeated name, or a value with a line break or a NUL.
+        UsageError: for a bad or repeated name, or a value or comment with a line break or control character.
     """
-    lines = [f"# {line}".rstrip() for line in header]
+    lines = [_comment(line) for line in header]
     seen: set[str] = set()
     for entry in entries:
         if entry.name in seen:
@@ -75,14 +76,14 @@ def render(entries: Iterable[Entry], header: Iterable[str] = ()) -> str:
         seen.add(entry.name)
         if entry.comment:
             lines.append("")
-            lines.extend(f"# {line}".rstrip() for line in entry.comment)
+            lines.extend(_comment(line) for line in entry.comment)
         lines.append(f"{_checked_name(entry.name)}={quote(entry.name, entry.value)}")
     return "\n".join(lines).lstrip("\n") + "\n"
 
 
 def quote(name: str, value: str) -> str:
     """Quotes a value where it needs it. ``name`` is for the error message."""
-    if any(ord(character) < 32 and character != "\t" for character in value):
+    if _has_control_character(value):
         raise UsageError(f"rendering {name}", "the value has a line break or a control character", "Remove it.")
     if _BARE.match(value):
         return value
@@ -92,6 +93,16 @@ def quote(name: str, value: str) -> str:
 def overlay(values: Mapping[str, str], environment: Mapping[str, str]) -> dict[str, str]:
     """Values of a file, with those that ``environment`` also sets replaced: what is exported wins over files."""
     return {name: environment.get(name, value) for name, value in values.items()}
+
+
+def _comment(line: str) -> str:
+    if _has_control_character(line):
+        raise UsageError("rendering a comment", "it has a line break or a control character", "Remove it.")
+    return f"# {line}".rstrip()
+
+
+def _has_control_character(text: str) -> bool:
+    return any(ord(character) < 32 and character != "\t" for character in text)
 
 
 def _checked_name(name: str) -> str:
@@ -108,6 +119,8 @@ def _parse_line(line: str, source: str, number: int) -> tuple[str, str] | None:
     stripped = line.strip(" \t")
     if not stripped or stripped.startswith("#"):
         return None
+    if _has_control_character(stripped):
+        raise _error(source, number, "a control character", "Remove it.")
     if stripped.startswith(("export ", "export\t")):
         stripped = stripped[len("export") :].lstrip(" \t")
     name, separator, rest = stripped.partition("=")
@@ -158,8 +171,6 @@ def _parse_value(text: str, name: str, source: str, number: int) -> str:
                 f"{character!r} in the value of {name} has a meaning to a shell; nothing is expanded here",
                 "Put the value in single quotes to take it literally.",
             )
-        elif ord(character) < 32:
-            raise _error(source, number, f"the value of {name} has a control character", "Remove it.")
         else:
             out.append(character)
             position += 1

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Mapping
+from typing import Any
 
 from .errors import EXIT_INCONCLUSIVE, EXIT_MISMATCH, EXIT_OK
 from .identity import FIELDS, Identity
@@ -54,7 +55,9 @@ class Verdict:
         lines = [f"MISMATCH {d.name}: identity {d.identity!r}, running {d.running!r}" for d in self.differences]
         lines += [f"INCONCLUSIVE {name}: {why.cause}. {why.fix}" for name, why in self.unreadable.items()]
         if self.verdict == MISMATCH:
-            lines.append("The cache must not be reused by this engine. Run the playbook again to make both sides agree.")
+            lines.append(
+                "The cache must not be reused by this engine. Run the playbook again to make both sides agree."
+            )
         elif self.verdict == VERIFIED:
             lines.append(f"Verified: {len(self.checked)} facts agree.")
         return lines
@@ -63,9 +66,7 @@ class Verdict:
         """The keys that the module returns and ``--json`` prints."""
         return {
             "verdict": self.verdict,
-            "differences": [
-                {"name": d.name, "identity": d.identity, "running": d.running} for d in self.differences
-            ],
+            "differences": [{"name": d.name, "identity": d.identity, "running": d.running} for d in self.differences],
             "unreadable": {name: {"cause": why.cause, "fix": why.fix} for name, why in self.unreadable.items()},
             "checked": list(self.checked),
         }

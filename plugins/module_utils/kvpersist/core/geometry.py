@@ -8,8 +8,9 @@ DeepSeek's multi-head latent attention (MLA).
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Mapping
+from typing import Any
 
 from .errors import UsageError
 

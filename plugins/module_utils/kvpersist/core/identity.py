@@ -1,4 +1,4 @@
-"""The identity of a deployment: every fact that decides whether stored KV may be reused, and the namespace made of them.
+"""The identity of a deployment: every fact that decides whether stored KV may be reused, and their namespace.
 
 LMCache's own key holds the token ids, the value of ``--model`` and the world size, nothing else
 (lmcache 0.5.6, ``v1/distributed/l2_adapters/fs_native_l2_adapter.py`` and the connector). All other facts reach it
@@ -11,8 +11,9 @@ import dataclasses
 import hashlib
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Mapping
+from typing import Any
 
 from .envfile import Entry, parse, render
 from .errors import UsageError
@@ -58,7 +59,9 @@ class Identity:
     weights_sha256: str = _field("KVP_WEIGHTS_SHA256", "hex64", "SHA-256 over names and SHA-256 of all weight shards.")
     tokenizer_name: str = _field("KVP_TOKENIZER_NAME", "text", "Tokenizer id.")
     tokenizer_revision: str = _field("KVP_TOKENIZER_REVISION", "hex40", "Tokenizer revision.")
-    tokenizer_sha256: str = _field("KVP_TOKENIZER_SHA256", "hex64", "SHA-256 over names and SHA-256 of the tokenizer files.")
+    tokenizer_sha256: str = _field(
+        "KVP_TOKENIZER_SHA256", "hex64", "SHA-256 over names and SHA-256 of the tokenizer files."
+    )
     chat_template_sha256: str = _field("KVP_CHAT_TEMPLATE_DIGEST", "hex64", "SHA-256 of the chat template.")
     model_dtype: str = _field("KVP_MODEL_DTYPE", "text", "Dtype of the model.")
     kv_cache_dtype: str = _field("KVP_KV_CACHE_DTYPE", "kv_dtype", "KV dtype as vLLM spells it, resolved.")
@@ -70,7 +73,9 @@ class Identity:
     max_model_len: int = _field("KVP_MAX_MODEL_LEN", "int", "Longest context in tokens.")
     tensor_parallel_size: int = _field("KVP_TENSOR_PARALLEL_SIZE", "int", "Tensor parallel size.")
     pipeline_parallel_size: int = _field("KVP_PIPELINE_PARALLEL_SIZE", "int", "Pipeline parallel size.")
-    decode_context_parallel_size: int = _field("KVP_DECODE_CONTEXT_PARALLEL_SIZE", "int", "Decode context parallel size.")
+    decode_context_parallel_size: int = _field(
+        "KVP_DECODE_CONTEXT_PARALLEL_SIZE", "int", "Decode context parallel size."
+    )
     enforce_eager: bool = _field("KVP_ENFORCE_EAGER", "bool", "Whether the engine runs without compiled graphs.")
     engine_flags: str = _field("KVP_ENGINE_FLAGS", "text", "Further engine arguments that may change the KV, or none.")
     object_groups: bool = _field("KVP_OBJECT_GROUPS", "bool", "Whether LMCache separates object groups.")
@@ -139,7 +144,9 @@ def identity_from_env(text: str, source: str) -> Identity:
         if field.kind in ("int", "bool"):
             if not re.match(r"[0-9]{1,12}\Z", value) or (field.kind == "bool" and value not in ("0", "1")):
                 expected = "0 or 1" if field.kind == "bool" else "a whole number"
-                raise UsageError(f"reading {source}", f"{field.env_name} must be {expected}, not {value!r}", "Correct it.")
+                raise UsageError(
+                    f"reading {source}", f"{field.env_name} must be {expected}, not {value!r}", "Correct it."
+                )
             typed[name] = bool(int(value)) if field.kind == "bool" else int(value)
         else:
             typed[name] = value
@@ -194,10 +201,14 @@ def model_path(models_dir: str, family: str, namespace: str, longest: int) -> st
     doing = f"building the model path {path}"
     for separator in ("@", "--", "-SEP-"):
         if separator in path:
-            raise UsageError(doing, f"LMCache uses {separator!r} as a separator in file names", "Choose names without it.")
+            raise UsageError(
+                doing, f"LMCache uses {separator!r} as a separator in file names", "Choose names without it."
+            )
     if not re.match(r"[A-Za-z0-9][A-Za-z0-9._-]*\Z", family):
         raise UsageError(
-            doing, f"the family {family!r} is not one plain name", "Use letters, digits, '.', '_' and '-', e.g. mimo-pro."
+            doing,
+            f"the family {family!r} is not one plain name",
+            "Use letters, digits, '.', '_' and '-', e.g. mimo-pro.",
         )
     length = len(path) + 4 * path.count("/")
     if length > longest:
@@ -224,7 +235,9 @@ def _kv_scheme(quantization: Mapping[str, Any] | None) -> str | None:
 def _problem(field: Field, value: Any) -> str | None:
     name = field.env_name
     if field.kind == "int":
-        return None if isinstance(value, int) and value > 0 else f"{name} must be a positive whole number, not {value!r}"
+        return (
+            None if isinstance(value, int) and value > 0 else f"{name} must be a positive whole number, not {value!r}"
+        )
     if field.kind == "bool":
         return None if isinstance(value, bool) else f"{name} must be true or false, not {value!r}"
     if not isinstance(value, str) or not value:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Mapping, Sequence
+from typing import Any
 
 from .errors import EXIT_ERROR, EXIT_INCONCLUSIVE, EXIT_OK
 
@@ -107,7 +108,9 @@ def judge(cold: Answer, store: Store, restart: Restart, expected: str, device_re
         if device_required and restart.device_bytes is None:
             missing.append("the counters of the block device (kvp_cache_device) could not be read")
         elif device_required and restart.device_bytes == 0:
-            missing.append("the block device (kvp_cache_device) read nothing: another device holds the cache, or a cache above it")
+            missing.append(
+                "the block device (kvp_cache_device) read nothing: another device holds the cache, or a cache above it"
+            )
     verdict = FAIL if failures else INCONCLUSIVE if missing else PASS
     return Outcome(restart.scenario, verdict, tuple(failures), tuple(missing))
 
@@ -155,7 +158,10 @@ def summary_rows(result: Mapping[str, Any]) -> list[tuple[str, str]]:
             (f"{scenario}: restored TTFT", f"{restart['answer']['ttft_s']:.2f} s"),
             (f"{scenario}: cached tokens", str(restart["answer"]["cached_tokens"])),
             (f"{scenario}: tokens read from disk", str(restart["l2_tokens"])),
-            (f"{scenario}: answer", "equals the cold one" if restart["answer"]["text"] == result["cold"]["text"] else "differs"),
+            (
+                f"{scenario}: answer",
+                "equals the cold one" if restart["answer"]["text"] == result["cold"]["text"] else "differs",
+            ),
             (f"{scenario}: verdict", outcome["verdict"]),
         ]
     return [*rows, ("verdict", str(result["verdict"]))]
@@ -183,13 +189,17 @@ def _reuse_failures(cold: Answer, restart: Restart) -> list[str]:
     if answer.cached_tokens == 0:
         failures.append("cached_tokens is 0 after the restart: nothing was reused")
     if answer.prompt_tokens != cold.prompt_tokens:
-        failures.append(f"the prompt had {cold.prompt_tokens} tokens before and {answer.prompt_tokens} after the restart")
+        failures.append(
+            f"the prompt had {cold.prompt_tokens} tokens before and {answer.prompt_tokens} after the restart"
+        )
     if answer.text != cold.text:
         failures.append(f"the answer changed: {cold.text[:80]!r} before, {answer.text[:80]!r} after")
     if answer.ttft_s >= cold.ttft_s:
         failures.append(f"restoring was not faster: {answer.ttft_s:.2f} s against {cold.ttft_s:.2f} s cold")
     if restart.bytes_after > restart.bytes_before:
-        failures.append(f"the cache grew by {restart.bytes_after - restart.bytes_before} bytes: the prompt was stored again")
+        failures.append(
+            f"the cache grew by {restart.bytes_after - restart.bytes_before} bytes: the prompt was stored again"
+        )
     return failures
 
 

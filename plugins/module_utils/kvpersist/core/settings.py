@@ -8,8 +8,9 @@ variable may be rendered under several names: that is how the two sides of one c
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Iterable, Mapping, Union
+from typing import Any, Union
 
 from .envfile import Entry, parse, render
 from .errors import UsageError
@@ -681,7 +682,9 @@ def render_file(name: str, values: Mapping[str, Value], language: str = "en") ->
 def rendered_in(name: str) -> list[tuple[Setting, str]]:
     """Settings that one file holds, with their names there, in the order of the file."""
     if name not in FILES:
-        raise UsageError(f"looking up the file {name}", "no setting is rendered there", f"Use one of {', '.join(FILES)}.")
+        raise UsageError(
+            f"looking up the file {name}", "no setting is rendered there", f"Use one of {', '.join(FILES)}."
+        )
     return [(setting, env_name) for setting in SETTINGS for file, env_name in setting.renders if file == name]
 
 
@@ -764,7 +767,9 @@ def _typed_number(setting: Setting, value: Any) -> Value:
     try:
         number = float(value) if setting.kind == "float" else int(str(value), 10)
     except (TypeError, ValueError):
-        raise ValueError(f"must be {'a number' if setting.kind == 'float' else 'a whole number'}, not {value!r}") from None
+        raise ValueError(
+            f"must be {'a number' if setting.kind == 'float' else 'a whole number'}, not {value!r}"
+        ) from None
     if number != number or number in (float("inf"), float("-inf")):
         raise ValueError(f"must be a finite number, not {value!r}")
     if setting.minimum is not None and number < setting.minimum:

@@ -1,14 +1,16 @@
-"""Does a running service already run what the settings ask for? Compares with the process, not with what was once written.
+"""Does a service already run what the settings ask for?
 
-A deployment that was interrupted half-way, or a service that somebody started by hand, is brought in line by the next
-run all the same; and a setting that a service does not use does not restart it.
+The comparison is with the process, not with what was once written. A deployment that was interrupted half-way, or a
+service that somebody started by hand, is brought in line by the next run all the same; and a setting that a service
+does not use does not restart it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Mapping, Sequence
+from typing import Any
 
 from ..core import commands
 from ..core.deployment import Deployment
@@ -24,7 +26,7 @@ def wanted_command(deployment: Deployment, service: str, namespace: str | None) 
     """Arguments and own environment variables that a service should run with.
 
     Args:
-        namespace: the engine's namespace; None takes that of the saved identity. Unused where the cache is not attached.
+        namespace: the engine's; None takes that of the saved identity. Unused where the cache is not attached.
     """
     if service == CACHE_SERVICE:
         return commands.cache_argv(deployment.cache), commands.cache_environment(deployment.cache)

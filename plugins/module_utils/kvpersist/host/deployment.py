@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Mapping
+from collections.abc import Mapping
 
 from ..core.deployment import Deployment, deployment_from_values
 from ..core.engine_args import check_extra_args

@@ -36,7 +36,9 @@ def engine_build(venv: str) -> str:
         version = distribution_version(venv, name)
         if version is not None:
             return f"{name.replace('_', '-')} {version}"
-    raise PreflightError(f"looking for vLLM in {venv}", "it is not installed there", "Install it, or set vllm_engine_venv.")
+    raise PreflightError(
+        f"looking for vLLM in {venv}", "it is not installed there", "Install it, or set vllm_engine_venv."
+    )
 
 
 def lmcache_version(venv: str) -> str:

@@ -20,7 +20,9 @@ def read_text(path: str) -> str:
     try:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"reading {path}", reason(error), "Check that it exists, is UTF-8 text and may be read.") from None
+        raise UsageError(
+            f"reading {path}", reason(error), "Check that it exists, is UTF-8 text and may be read."
+        ) from None
 
 
 def read_json(path: str) -> dict[str, Any]:
@@ -33,7 +35,9 @@ def read_json(path: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise UsageError(f"reading {path}", f"it is not JSON ({error})", "Copy the file again from its source.") from None
+        raise UsageError(
+            f"reading {path}", f"it is not JSON ({error})", "Copy the file again from its source."
+        ) from None
     if not isinstance(value, dict):
         raise UsageError(f"reading {path}", "it holds no JSON object", "Copy the file again from its source.")
     return value
@@ -44,7 +48,17 @@ def write_atomic(path: str, text: str, mode: int = 0o600) -> None:
 
     Args:
         mode: permission bits of the new file; its owner is the caller.
+
+    Raises:
+        UsageError: when it cannot be written.
     """
+    try:
+        _write_atomic(path, text, mode)
+    except OSError as error:
+        raise UsageError(f"writing {path}", reason(error), "Check the folder, its permissions and the disk.") from None
+
+
+def _write_atomic(path: str, text: str, mode: int) -> None:
     folder = os.path.dirname(path)
     os.makedirs(folder, mode=0o700, exist_ok=True)
     descriptor, temporary = tempfile.mkstemp(dir=folder, prefix=f".{os.path.basename(path)}.")
@@ -78,6 +92,8 @@ def link_atomic(path: str, target: str) -> None:
         raise UsageError(f"linking {path}", "something that is not a link stands there", "Move it away.")
     os.makedirs(os.path.dirname(path), exist_ok=True)
     temporary = f"{path}.{os.getpid()}.new"
+    if os.path.lexists(temporary):
+        os.unlink(temporary)  # of a killed process that had our pid
     os.symlink(target, temporary)
     os.replace(temporary, path)
 

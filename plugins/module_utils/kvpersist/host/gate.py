@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from typing import Any, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from ..core import commands
 from ..core.deployment import BACKENDS, Deployment
@@ -174,12 +175,16 @@ def _json_option(run: _Running, name: str) -> Any:
         content = json.loads(value)
     except ValueError:
         content = None
-    return content if isinstance(content, dict) else Unreadable(f"{name} is no JSON object", "Use the project's launcher")
+    return (
+        content if isinstance(content, dict) else Unreadable(f"{name} is no JSON object", "Use the project's launcher")
+    )
 
 
 def _file_format(config: Mapping[str, Any]) -> Any:
     backend = BACKENDS.get(str(config.get("type")))
-    return backend.file_format if backend else Unreadable(f"adapter {config.get('type')!r} is unknown", "Use a known one")
+    return (
+        backend.file_format if backend else Unreadable(f"adapter {config.get('type')!r} is unknown", "Use a known one")
+    )
 
 
 def _engine_build(run: _Running, deployment: Deployment) -> str:

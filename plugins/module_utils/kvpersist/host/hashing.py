@@ -5,9 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from threading import Lock
-from typing import Any, Callable, Sequence
+from typing import Any, Callable
 
 from ..core.errors import UsageError
 from .files import read_text, reason, write_atomic
@@ -37,7 +38,7 @@ class HashCache:
         if path is not None and trust and os.path.exists(path):
             try:
                 content = json.loads(read_text(path))
-            except (UsageError, ValueError):
+            except (UsageError, ValueError, RecursionError):
                 content = {}
             if isinstance(content, dict):
                 self._known = content

@@ -20,7 +20,7 @@ _TOO_MANY_PROCESSES = 4
 _LOG_LINES = 3
 
 
-class NotHealthy(KvpError):
+class NotHealthyError(KvpError):
     """A service did not become healthy."""
 
 
@@ -65,7 +65,7 @@ def wait_healthy(manager: ServiceManager, endpoint: Endpoint, containerised: boo
     """Waits until a service is healthy and returns its process.
 
     Raises:
-        NotHealthy: after ``timeout_s`` seconds, or as soon as the service keeps crashing; with the end of the log.
+        NotHealthyError: after ``timeout_s`` seconds, or as soon as the service keeps crashing; with the end of the log.
     """
     deadline = time.monotonic() + timeout_s
     last_seen = time.monotonic()
@@ -100,8 +100,8 @@ def tail(path: str, lines: int = _LOG_LINES, limit: int = 65536) -> str:
         return ""
 
 
-def _not_healthy(endpoint: Endpoint, cause: str) -> NotHealthy:
+def _not_healthy(endpoint: Endpoint, cause: str) -> NotHealthyError:
     end = tail(endpoint.log)
-    return NotHealthy(
+    return NotHealthyError(
         f"waiting for {endpoint.service}", f"{cause}; its log ends: {end}" if end else cause, f"Read {endpoint.log}."
     )

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from typing import Mapping, NoReturn, Sequence
+from collections.abc import Mapping, Sequence
+from typing import NoReturn
 
 from ..core import commands
 from ..core.deployment import Deployment

@@ -49,7 +49,9 @@ def manage_file(path: str, content: str, check_mode: bool) -> Change:
         try:
             write_atomic(path, content, _MODE)
         except OSError as error:
-            raise UsageError(f"writing {path}", reason(error), "Check the folder, its permissions and the disk.") from None
+            raise UsageError(
+                f"writing {path}", reason(error), "Check the folder, its permissions and the disk."
+            ) from None
     return change
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Mapping, Sequence
+from typing import Any
 
 from ..core.errors import UsageError
 from ..core.geometry import geometry_from_config, language_model, rope_text
@@ -50,7 +51,9 @@ def read_model(folder: str, cache: HashCache, progress: Progress | None = None) 
         UsageError: for a missing folder, a config.json that is no JSON, missing weights, shards or tokenizer.
     """
     if not os.path.isdir(folder):
-        raise UsageError(f"reading the model folder {folder}", "it is not a folder", "Set kvp_model_dir to the model's folder.")
+        raise UsageError(
+            f"reading the model folder {folder}", "it is not a folder", "Set kvp_model_dir to the model's folder."
+        )
     config = read_json(f"{folder}/config.json")
     geometry = geometry_from_config(config, f"{folder}/config.json")
     tokenizer = tokenizer_files(folder)
@@ -116,7 +119,9 @@ def _check_index(index: str, shards: Sequence[str]) -> None:
         raise UsageError(f"reading {index}", "it has no weight_map", "Copy the file again from its source.")
     missing = sorted({str(name) for name in weight_map.values()} - set(shards))
     if missing:
-        raise UsageError(f"reading {index}", f"shard {missing[0]} is not in the folder", "Finish the download of the model.")
+        raise UsageError(
+            f"reading {index}", f"shard {missing[0]} is not in the folder", "Finish the download of the model."
+        )
 
 
 def _fingerprint(folder: str, names: Sequence[str], digests: Mapping[str, str]) -> str:
@@ -131,7 +136,9 @@ def _dtype(config: Mapping[str, Any], folder: str) -> str:
             if isinstance(part.get(name), str):
                 return str(part[name]).replace("torch.", "")
     raise UsageError(
-        f"reading {folder}/config.json", "it names no dtype", "Add dtype, or set vllm_engine_kv_cache_dtype to the right one."
+        f"reading {folder}/config.json",
+        "it names no dtype",
+        "Add dtype, or set vllm_engine_kv_cache_dtype to the right one.",
     )
 
 
@@ -154,6 +161,8 @@ def _chat_template(folder: str) -> bytes:
     for name in ("chat_template.json", "tokenizer_config.json"):
         template = read_json(f"{folder}/{name}").get("chat_template") if os.path.isfile(f"{folder}/{name}") else None
         if template:
-            text = template if isinstance(template, str) else json.dumps(template, sort_keys=True, separators=(",", ":"))
+            text = (
+                template if isinstance(template, str) else json.dumps(template, sort_keys=True, separators=(",", ":"))
+            )
             return text.encode()
     return b""

@@ -1,19 +1,19 @@
-"""What must hold on a host before anything is deployed there. Looks, changes nothing, and finds every problem at once."""
+"""What must hold on a host before anything is deployed there. Looks only, and finds every problem at once."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import subprocess
-from typing import Iterable
+from collections.abc import Iterable
 
 from ..core.deployment import Deployment
 from ..core.errors import KvpError
 from ..core.geometry import geometry_from_config
 from .environments import engine_build, lmcache_version
-from .files import read_json
+from .files import read_json, tree_bytes
 from .model_folder import tokenizer_files, weight_shards
-from .processes import port_is_taken
+from .processes import Process, descends_from, listener, port_is_taken
 from .services import CACHE_SERVICE, ENGINE_SERVICE, ServiceManager
 
 _NETWORK_FILESYSTEMS = ("nfs", "nfs4", "cifs", "smb3", "9p", "ceph", "glusterfs", "fuse.sshfs", "lustre")
@@ -21,11 +21,15 @@ _NETWORK_FILESYSTEMS = ("nfs", "nfs4", "cifs", "smb3", "9p", "ceph", "glusterfs"
 
 def preflight_problems(deployment: Deployment, manager: ServiceManager) -> list[str]:
     """Problems of this host, each a line with what to do about it; empty when it is ready."""
-    checks = (_programs, _model, _disk, _ports_of_strangers)
-    return [problem for check in checks for problem in check(deployment, manager)]
+    return [
+        *_programs(deployment),
+        *_model(deployment),
+        *_disk(deployment),
+        *_ports_of_strangers(deployment, manager),
+    ]
 
 
-def _programs(deployment: Deployment, manager: ServiceManager) -> Iterable[str]:
+def _programs(deployment: Deployment) -> Iterable[str]:
     if deployment.cache.launch_mode == "docker":
         if shutil.which("docker") is None:
             yield "docker is missing. Install Docker, or set kvp_launch_mode to host."
@@ -44,7 +48,7 @@ def _full_cli(venv: str) -> Iterable[str]:
     if not os.access(python, os.X_OK):
         return
     try:
-        result = subprocess.run(  # noqa: S603  # the deployment's own interpreter
+        result = subprocess.run(  # the deployment's own interpreter
             [python, "-m", "lmcache.cli.main", "server", "--help"],
             capture_output=True,
             text=True,
@@ -60,7 +64,7 @@ def _full_cli(venv: str) -> Iterable[str]:
         yield f"lmcache in {venv} has no server (a dependency is missing): {end}. Install its full requirements."
 
 
-def _model(deployment: Deployment, manager: ServiceManager) -> Iterable[str]:
+def _model(deployment: Deployment) -> Iterable[str]:
     folder = deployment.engine.model_dir
     if not os.path.isdir(folder):
         yield f"The model folder {folder} does not exist. Set kvp_model_dir."
@@ -73,7 +77,7 @@ def _model(deployment: Deployment, manager: ServiceManager) -> Iterable[str]:
         yield str(error)
 
 
-def _disk(deployment: Deployment, manager: ServiceManager) -> Iterable[str]:
+def _disk(deployment: Deployment) -> Iterable[str]:
     root = deployment.cache.root
     existing = root
     while not os.path.isdir(existing):
@@ -82,12 +86,12 @@ def _disk(deployment: Deployment, manager: ServiceManager) -> Iterable[str]:
     if kind in _NETWORK_FILESYSTEMS:
         yield f"{root} lies on {kind}, where a rename is not atomic. Set kvp_cache_root to a local disk."
     usage = shutil.disk_usage(existing)
-    held = sum(entry.stat().st_size for entry in os.scandir(root) if entry.is_file()) if os.path.isdir(root) else 0
+    held = tree_bytes(root)
     budget, floor = deployment.cache.budget_gb * 1e9, deployment.cache_min_free_gb * 1e9
     if usage.free + held < budget + floor:
         yield (
-            f"{root} has {(usage.free + held) / 1e9:.1f} GB for a budget of {budget / 1e9:.1f} GB and {floor / 1e9:.1f} GB "
-            "that must stay free. Lower kvp_cache_budget_gb or use a larger disk."
+            f"{root} has {(usage.free + held) / 1e9:.1f} GB for a budget of {budget / 1e9:.1f} GB and "
+            f"{floor / 1e9:.1f} GB that must stay free. Lower kvp_cache_budget_gb or use a larger disk."
         )
 
 
@@ -98,8 +102,17 @@ def _ports_of_strangers(deployment: Deployment, manager: ServiceManager) -> Iter
         (deployment.engine.port, ENGINE_SERVICE, "vllm_engine_port"),
     )
     for port, service, variable in ports:
-        if port_is_taken(port) and manager.process(service) is None:
+        if port_is_taken(port) and not _is_ours(port, manager.process(service), deployment):
             yield f"Port {port} is taken by a program that is not {service}. Stop that program or change {variable}."
+
+
+def _is_ours(port: int, running: Process | None, deployment: Deployment) -> bool:
+    if running is None:
+        return False
+    if deployment.engine.launch_mode == "docker":
+        return True  # the listener is a child of Docker's daemon, not of the service
+    pid = listener(port)
+    return pid is not None and descends_from(pid, running.pid)
 
 
 def filesystem_type(path: str) -> str:

@@ -40,7 +40,7 @@ def command_line(pid: int) -> list[str] | None:
 
 
 def visible_path(pid: int, path: str) -> str | None:
-    """A path as the process sees it, from here: for a container, inside its root. None where that may not be looked at."""
+    """A path of a process, seen from here: for a container, inside its root. None where that may not be looked at."""
     try:
         root = os.readlink(f"/proc/{pid}/root")
     except OSError:

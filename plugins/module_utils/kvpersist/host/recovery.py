@@ -7,8 +7,9 @@ import os
 import random
 import secrets
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Callable, Sequence
+from typing import Any, Callable
 
 from ..core.deployment import Deployment
 from ..core.errors import KvpError, UsageError
@@ -79,9 +80,13 @@ def run_recovery(deployment: Deployment, manager: ServiceManager, plan: Plan, re
     """
     unknown = sorted(set(plan.scenarios) - set(SCENARIOS))
     if unknown or not plan.scenarios:
-        raise UsageError("planning the recovery test", f"no scenario {', '.join(unknown) or 'given'}", "Use A, B or both.")
+        raise UsageError(
+            "planning the recovery test", f"no scenario {', '.join(unknown) or 'given'}", "Use A, B or both."
+        )
     if not deployment.engine.kv_persist:
-        raise UsageError("planning the recovery test", "the cache is not attached", "Deploy with vllm_engine_kv_persist=true.")
+        raise UsageError(
+            "planning the recovery test", "the cache is not attached", "Deploy with vllm_engine_kv_persist=true."
+        )
     namespace = namespace_of(deployment, load_identity(deployment.config_dir))
     folder = f"{deployment.state_dir}/{RESULTS}/{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-recovery"
     result: dict[str, Any] = {"namespace": namespace, "folder": folder, "plan": asdict(plan), "verdict": INCONCLUSIVE}
@@ -106,7 +111,9 @@ def last_result(state_dir: str) -> dict[str, Any]:
     names = sorted(name for name in os.listdir(folder)) if os.path.isdir(folder) else []
     finished = [name for name in names if os.path.exists(f"{folder}/{name}/{RESULT_FILE}")]
     if not finished:
-        raise UsageError("reading the last recovery result", f"there is none in {folder}", "Run kvpersist recover first.")
+        raise UsageError(
+            "reading the last recovery result", f"there is none in {folder}", "Run kvpersist recover first."
+        )
     return read_json(f"{folder}/{finished[-1]}/{RESULT_FILE}")
 
 
@@ -117,8 +124,8 @@ def make_prompt(nonce: str, tokens: int) -> str:
     """
     draw = random.Random(nonce)  # noqa: S311  # text to fill a prompt, not a secret
     lines = [f"Logbook {nonce}. Read it, then answer the question at its end."]
-    # A line takes about 25 tokens with the tokenizers of current models.
-    for number in range(1, max(2, tokens // 25)):
+    # A line takes about 22 tokens with the tokenizers of current models.
+    for number in range(1, max(2, tokens // 22)):
         place = draw.choice(("north hall", "south hall", "old mill", "river dock", "east gate", "upper floor"))
         lines.append(
             f"{number}. At the {place} the meter showed {draw.randint(10, 99)} units "
@@ -192,7 +199,9 @@ class _Run:
             drop_page_cache(self._deployment.cache.root)
         return self._asked_again(scenario, engine_after != engine_before, cache_after != cache_before, cache_after)
 
-    def _asked_again(self, scenario: str, engine_replaced: bool, cache_replaced: bool, cache: Process | None) -> Restart:
+    def _asked_again(
+        self, scenario: str, engine_replaced: bool, cache_replaced: bool, cache: Process | None
+    ) -> Restart:
         log_offset = os.path.getsize(self._cache.log)
         bytes_before, tokens_before = self._bytes(), self._metric(_DISK_TOKENS)
         device_before = device_read_bytes(self._device) if self._device else None

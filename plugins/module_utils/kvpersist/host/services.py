@@ -7,7 +7,7 @@ import signal
 import subprocess
 import time
 from abc import ABC, abstractmethod
-from typing import Sequence
+from collections.abc import Sequence
 
 from ..core.deployment import Deployment
 from ..core.errors import KvpError
@@ -44,7 +44,7 @@ class ServiceManager(ABC):
 
     def shutdown(self) -> None:
         """Ends the manager itself where it is ours; the system's goes on."""
-        return None
+        return
 
     def process(self, name: str) -> Process | None:
         """The service's main process."""
@@ -183,7 +183,7 @@ def service_manager(deployment: Deployment) -> ServiceManager:
 
 def _call(argv: Sequence[str], doing: str) -> subprocess.CompletedProcess[str]:
     try:
-        return subprocess.run(  # noqa: S603  # fixed programs, arguments are names of our own services
+        return subprocess.run(  # fixed programs, arguments are names of our own services
             argv, capture_output=True, text=True, timeout=_COMMAND_TIMEOUT_S, check=False
         )
     except FileNotFoundError:
