@@ -68,7 +68,6 @@ def test_check_mode_on_a_deployed_host_predicts_no_change(demo: Demo) -> None:
 @pytest.mark.parametrize(
     ("variable", "file", "services"),
     [
-        ("cache_server_log_level=DEBUG", "lmcache-server.env", 2),  # the engine registers with the new server
         ("vllm_engine_max_num_seqs=3", "tp4.env", 1),
         ("kvp_cache_min_free_gb=0.5", "cache.env.local", 0),  # nothing that runs depends on it
     ],
@@ -82,8 +81,13 @@ def test_check_mode_names_exactly_what_a_run_changes(demo: Demo, variable: str, 
 
 
 def test_one_variable_moves_both_sides_to_another_port(demo: Demo) -> None:
-    demo.changes("-e", "kvp_cache_port=15556")
-    for file in ("cache.env.local", "lmcache-server.env", "tp4.env"):
+    port = ("-e", "kvp_cache_port=15556")
+    predicted = demo.changes("--check", *port)
+    files = ("cache.env.local", "lmcache-server.env", "tp4.env")
+    # Both services: the engine registers anew with a server that starts anew.
+    assert predicted == [*(f"kvp_common : Render the settings: {file}" for file in files), START, START]
+    assert demo.changes(*port) == predicted
+    for file in files:
         assert "=15556" in (demo.config / file).read_text()
     gate = demo.kvpersist("gate", "--json")
     assert gate.returncode == 0, gate.stdout

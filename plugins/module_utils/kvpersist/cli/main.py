@@ -15,6 +15,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColu
 from rich.table import Table
 
 from .. import __version__
+from ..core.commands import served_path
 from ..core.deployment import Deployment
 from ..core.errors import EXIT_OK, EXIT_PREFLIGHT, KvpError
 from ..core.recovery import SCENARIOS, exit_code, summary_rows
@@ -25,7 +26,7 @@ from ..host.identity import namespace_of, verified_identity
 from ..host.launch import launch_cache, launch_engine
 from ..host.preflight import preflight_problems
 from ..host.recovery import Plan, last_result, run_recovery
-from ..host.services import service_manager
+from ..host.services import resolved_manager, service_manager
 from .docs import write_docs
 
 _OUT = Console(highlight=False)
@@ -102,7 +103,7 @@ def _launch(arguments: argparse.Namespace) -> int:
 def _model_name(arguments: argparse.Namespace) -> int:
     deployment = _deployment(arguments)
     columns = ("hashing", BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=_ERR) as bar:
+    with Progress(*columns, console=_ERR, disable=not _ERR.is_terminal) as bar:
         task = bar.add_task("hashing", total=None)
         identity = verified_identity(deployment, lambda done, all_: bar.update(task, completed=done, total=all_))
     namespace = namespace_of(deployment, identity)
@@ -113,8 +114,10 @@ def _model_name(arguments: argparse.Namespace) -> int:
 def _identity(arguments: argparse.Namespace) -> int:
     deployment = _deployment(arguments)
     identity = load_identity(deployment.config_dir)
-    content = {"namespace": namespace_of(deployment, identity), "identity": identity.as_dict()}
-    rows = [("namespace", content["namespace"]), *identity.as_dict().items()]
+    namespace = namespace_of(deployment, identity)
+    path = served_path(deployment.engine, namespace)
+    content = {"namespace": namespace, "model_path": path, "identity": identity.as_dict()}
+    rows = [("namespace", namespace), ("model_path", path), *identity.as_dict().items()]
     _print(arguments, content, lambda: _table(rows))
     return EXIT_OK
 
@@ -124,7 +127,7 @@ def _preflight(arguments: argparse.Namespace) -> int:
     problems = preflight_problems(deployment, service_manager(deployment))
     _print(
         arguments,
-        {"problems": problems},
+        {"problems": problems, "service_manager": resolved_manager(deployment.service_manager)},
         lambda: [print(f"ERROR: {problem}") for problem in problems] or print("This host is ready."),
     )
     return EXIT_PREFLIGHT if problems else EXIT_OK
@@ -133,7 +136,8 @@ def _preflight(arguments: argparse.Namespace) -> int:
 def _gate(arguments: argparse.Namespace) -> int:
     deployment = _deployment(arguments)
     verdict = run_gate(deployment, load_identity(deployment.config_dir))
-    _print(arguments, verdict.as_dict(), lambda: [print(line) for line in verdict.lines()])
+    content = {"exit_code": verdict.exit_code, **verdict.as_dict()}
+    _print(arguments, content, lambda: [print(line) for line in verdict.lines()])
     return verdict.exit_code
 
 
@@ -149,8 +153,10 @@ def _recover(arguments: argparse.Namespace) -> int:
             timeout_s=arguments.timeout,
         )
         result = run_recovery(deployment, service_manager(deployment), plan, lambda line: _ERR.print(f"  {line}"))
-    _print(arguments, result, lambda: _recovery_table(result))
-    return exit_code(result["verdict"])
+    code = exit_code(result["verdict"])
+    summary = [list(row) for row in summary_rows(result)] if "cold" in result else []
+    _print(arguments, {**result, "exit_code": code, "summary": summary}, lambda: _recovery_table(result))
+    return code
 
 
 def _config(arguments: argparse.Namespace) -> int:

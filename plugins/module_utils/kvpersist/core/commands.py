@@ -31,13 +31,13 @@ def l2_adapter_config(cache: CacheServer) -> dict[str, Any]:
     """JSON of ``--l2-adapter``.
 
     The eviction block is always there: without it ``max_capacity_gb`` bounds nothing. LMCache reads that capacity as
-    GiB (0.5.6, ``native_connector_l2_adapter.py``); dividing by a power of two is exact, so the budget in GB arrives to
-    the byte.
+    GiB (0.5.6, ``native_connector_l2_adapter.py``); dividing whole bytes by a power of two is exact, so the budget in
+    GB arrives to the byte.
     """
     return {
         "type": cache.l2_backend,
         "base_path": cache.root,
-        "max_capacity_gb": cache.budget_gb * 1e9 / _GIB,
+        "max_capacity_gb": round(cache.budget_gb * 1e9) / _GIB,
         "eviction": {
             "eviction_policy": "LRU",
             "trigger_watermark": cache.evict_trigger_watermark,
@@ -176,7 +176,7 @@ def engine_argv(engine: Engine, namespace: str | None) -> list[str]:
 def served_path(engine: Engine, namespace: str | None) -> str:
     """The value of ``--model``."""
     if namespace is not None:
-        return f"{engine.models_dir}/{engine.model_family}/{namespace}"
+        return f"{engine.models_dir.rstrip('/')}/{engine.model_family}/{namespace}"
     return engine.model_dir if engine.launch_mode == "host" else "/model"
 
 

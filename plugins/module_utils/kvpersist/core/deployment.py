@@ -12,7 +12,8 @@ from .errors import UsageError
 from .settings import Value
 
 _PINNED_IMAGE = re.compile(r"[^\s@]+@sha256:[0-9a-f]{64}\Z")
-_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+# LMCache and its connector take the address without brackets, so IPv6 loopback is not offered.
+_LOOPBACK = ("127.0.0.1", "localhost")
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,8 @@ class Engine:
     @property
     def url(self) -> str:
         """Base URL of the OpenAI-compatible API, as seen from the host itself."""
-        return f"http://{'127.0.0.1' if self.host == '0.0.0.0' else self.host}:{self.port}"  # noqa: S104
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)  # noqa: S104
+        return f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
 
     @property
     def container(self) -> str:

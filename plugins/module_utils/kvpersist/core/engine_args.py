@@ -15,7 +15,12 @@ _ALIASES = {
     "-dcp": "--decode-context-parallel-size",
     "-dp": "--data-parallel-size",
     "-q": "--quantization",
-    "-O": "--compilation-config",
+    "-O": "--optimization-level",
+    "-cc": "--compilation-config",
+    "-sc": "--speculative-config",
+    "-ac": "--attention-config",
+    "-pcp": "--prefill-context-parallel-size",
+    "-ep": "--enable-expert-parallel",
 }
 
 # Set by their own variables; a second value in extra arguments would contradict them.
@@ -31,6 +36,7 @@ OWNED = frozenset(
         "--kv-cache-dtype",
         "--block-size",
         "--enforce-eager",
+        "--no-enforce-eager",
         "--gpu-memory-utilization",
         "--kv-transfer-config",
         "--offload-backend",
@@ -79,7 +85,7 @@ def parse_options(argv: Sequence[str]) -> dict[str, list[str]]:
     current: list[str] | None = None
     for word in argv:
         if _is_option(word):
-            name, separator, value = word.partition("=")
+            name, separator, value = _split_level(word).partition("=")
             name = _canonical(name)
             current = options.setdefault(name, [])
             current.append(value)
@@ -91,7 +97,7 @@ def parse_options(argv: Sequence[str]) -> dict[str, list[str]]:
 
 
 def check_extra_args(extra_args: Sequence[str]) -> None:
-    """Refuses extra arguments that have a variable of their own.
+    """Refuses extra arguments that have a variable of their own, in every spelling and abbreviation vLLM accepts.
 
     Raises:
         UsageError: naming them.
@@ -102,7 +108,14 @@ def check_extra_args(extra_args: Sequence[str]) -> None:
             f"{extra_args[0]!r} is not an option",
             "Start with an option, --name value.",
         )
-    owned = sorted(set(parse_options(extra_args)) & OWNED)
+    options = parse_options(extra_args)
+    if "--config" in options:
+        raise UsageError(
+            "reading vllm_engine_extra_args",
+            "--config names a file whose content would be no part of the identity",
+            "Give its options one by one.",
+        )
+    owned = sorted(name for name in options if _stands_for_owned(name))
     if owned:
         raise UsageError(
             "reading vllm_engine_extra_args",
@@ -139,4 +152,17 @@ def _is_option(word: str) -> bool:
 def _canonical(name: str) -> str:
     if name in _ALIASES:
         return _ALIASES[name]
-    return name.replace("_", "-") if name.startswith("--") else name
+    option, dot, key = name.partition(".")  # --option.key value sets one key of a JSON value
+    return option.replace("_", "-") + dot + key if name.startswith("--") else name
+
+
+def _split_level(word: str) -> str:
+    """``-O3`` and ``-O=3`` as ``-O=3``."""
+    return f"-O={word[2:].lstrip('=')}" if word.startswith("-O") and word != "-O" else word
+
+
+def _stands_for_owned(name: str) -> bool:
+    """Whether vLLM's parser may take this for an owned option: argparse accepts any unambiguous beginning of a name."""
+    option = name.partition(".")[0]
+    names = [*OWNED, *(short for short, long in _ALIASES.items() if long in OWNED)]
+    return any(owned.startswith(option) for owned in names)

@@ -16,6 +16,24 @@ from .errors import UsageError
 
 FULL, SLIDING, MLA = "full", "sliding", "mla"
 _NOT_ATTENTION = ("linear_attention", "mamba", "conv", "recurrent")
+# Fields of models with layers that are no attention, where no list of layers tells which (Qwen3-Next, Kimi Linear,
+# Jamba, Bamba, Falcon-H1, Nemotron-H, Zamba, LFM2, MiniMax-01).
+_NOT_ATTENTION_FIELDS = (
+    "full_attention_interval",
+    "linear_num_value_heads",
+    "linear_attn_config",
+    "mamba_d_state",
+    "mamba_num_heads",
+    "ssm_state_size",
+    "attn_layer_period",
+    "layers_block_type",
+    "hybrid_override_pattern",
+    "attn_type_list",
+    "full_attn_idxs",
+)
+# Which layer is the first full one after sliding-window layers, where config.json leaves that to the model's type
+# (transformers 5.19, configuration_gemma3.py and so on).
+_FULL_EVERY = {"gemma2": 2, "gemma3_text": 6, "cohere2": 4, "gpt_oss": 2}
 
 
 @dataclass(frozen=True)
@@ -79,6 +97,7 @@ def geometry_from_config(config: Mapping[str, Any], source: str) -> Geometry:
     """
     reader = _Reader(language_model(config), source)
     count = reader.integer("num_hidden_layers")
+    _refuse_other_states(reader)
     if "kv_lora_rank" in reader.config and reader.config["kv_lora_rank"] is not None:
         rank = reader.integer("kv_lora_rank") + reader.integer("qk_rope_head_dim")
         return Geometry((LayerKind(MLA, 1, rank, 0),) * count)
@@ -87,7 +106,8 @@ def geometry_from_config(config: Mapping[str, Any], source: str) -> Geometry:
     if 1 not in pattern:
         return Geometry((full,) * count)
     prefix = "swa_" if "swa_num_key_value_heads" in reader.config else ""
-    window_name = "sliding_window" if reader.config.get("sliding_window") is not None else "sliding_window_size"
+    other_name = reader.config.get("sliding_window") is None and "sliding_window_size" in reader.config
+    window_name = "sliding_window_size" if other_name else "sliding_window"
     sliding = _heads(reader, SLIDING, prefix, reader.integer(window_name))
     return Geometry(tuple(sliding if mark else full for mark in pattern))
 
@@ -126,17 +146,37 @@ def _pattern(reader: _Reader, count: int) -> list[int]:
         name = "hybrid_layer_pattern"
     elif isinstance(config.get("layer_types"), list):
         name = "layer_types"
-        for kind in config[name]:
-            if any(word in str(kind) for word in _NOT_ATTENTION):
-                raise reader.error(name, f"layers of type {kind!r} keep a state that is not KV")
         marks = [1 if "sliding" in str(kind) or "chunked" in str(kind) else 0 for kind in config[name]]
     else:
-        # Without a list: a window on every layer, unless use_sliding_window (Qwen2) switches it off.
-        windowed = config.get("sliding_window") is not None and config.get("use_sliding_window", True)
-        return [1 if windowed else 0] * count
+        return _pattern_without_list(reader, count)
     if len(marks) != count:
         raise reader.error(name, f"it lists {len(marks)} layers but num_hidden_layers is {count}")
     return marks
+
+
+def _pattern_without_list(reader: _Reader, count: int) -> list[int]:
+    """A window on every layer, unless the model's type or a field says which layers have none."""
+    config = reader.config
+    if config.get("sliding_window") is None or not config.get("use_sliding_window", True):  # switched off: Qwen2
+        return [0] * count
+    every = reader.optional("sliding_window_pattern") or _FULL_EVERY.get(str(config.get("model_type")))
+    if every:
+        return [1 if (number + 1) % every else 0 for number in range(count)]
+    # Qwen2's first layers have no window.
+    first = reader.optional("max_window_layers") if config.get("max_window_layers") else 0
+    return [1 if number >= (first or 0) else 0 for number in range(count)]
+
+
+def _refuse_other_states(reader: _Reader) -> None:
+    kinds = reader.config.get("layer_types")
+    if isinstance(kinds, list):
+        for kind in kinds:
+            if any(word in str(kind) for word in _NOT_ATTENTION):
+                raise reader.error("layer_types", f"layers of type {kind!r} keep a state that is not KV")
+        return
+    for name in _NOT_ATTENTION_FIELDS:
+        if reader.config.get(name) is not None:
+            raise reader.error(name, "it belongs to layers that keep a state that is not KV")
 
 
 @dataclass(frozen=True)

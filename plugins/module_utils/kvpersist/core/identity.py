@@ -204,12 +204,13 @@ def model_path(models_dir: str, family: str, namespace: str, longest: int) -> st
             raise UsageError(
                 doing, f"LMCache uses {separator!r} as a separator in file names", "Choose names without it."
             )
-    if not re.match(r"[A-Za-z0-9][A-Za-z0-9._-]*\Z", family):
-        raise UsageError(
-            doing,
-            f"the family {family!r} is not one plain name",
-            "Use letters, digits, '.', '_' and '-', e.g. mimo-pro.",
-        )
+    for what, name in (("family", family), ("namespace", namespace)):
+        if not re.match(r"[A-Za-z0-9][A-Za-z0-9._-]*\Z", name):
+            raise UsageError(
+                doing,
+                f"the {what} {name!r} is not one plain name",
+                "Use letters, digits, '.', '_' and '-', e.g. mimo-pro.",
+            )
     length = len(path) + 4 * path.count("/")
     if length > longest:
         raise UsageError(
@@ -235,9 +236,8 @@ def _kv_scheme(quantization: Mapping[str, Any] | None) -> str | None:
 def _problem(field: Field, value: Any) -> str | None:
     name = field.env_name
     if field.kind == "int":
-        return (
-            None if isinstance(value, int) and value > 0 else f"{name} must be a positive whole number, not {value!r}"
-        )
+        number = isinstance(value, int) and not isinstance(value, bool) and value > 0
+        return None if number else f"{name} must be a positive whole number, not {value!r}"
     if field.kind == "bool":
         return None if isinstance(value, bool) else f"{name} must be true or false, not {value!r}"
     if not isinstance(value, str) or not value:

@@ -19,7 +19,10 @@ _PREFETCH = re.compile(
     r"Prefetch request completed \(L1\+L2\): (?P<hit>\d+)/(?P<asked>\d+) retained keys "
     r"\((?P<l1>\d+) L1, (?P<l2>\d+) L2\)"
 )
-_METRIC = re.compile(r"(?P<name>[a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{[^}]*\})?\s+(?P<value>[-+0-9.eE]+|NaN)(?:\s+\d+)?\Z")
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+_METRIC = re.compile(
+    r"(?P<name>[a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{.*\})?\s+(?P<value>[-+]?\d+(?:\.\d*)?(?:[eE][-+]?\d+)?)(?:\s+\d+)?\Z"
+)
 
 
 @dataclass(frozen=True)
@@ -128,7 +131,7 @@ def exit_code(verdict: str) -> int:
 
 def prefetched_keys(log: str) -> tuple[int, int]:
     """Keys that a slice of the cache server's log says were served from L1 and from L2 (disk)."""
-    matches = list(_PREFETCH.finditer(log))
+    matches = list(_PREFETCH.finditer(_COLOUR.sub("", log)))
     return sum(int(match["l1"]) for match in matches), sum(int(match["l2"]) for match in matches)
 
 
@@ -140,7 +143,7 @@ def metric_sum(exposition: str, name: str) -> int:
     total = 0.0
     for line in exposition.splitlines():
         match = _METRIC.match(line.strip())
-        if match and match["name"] == name and match["value"] != "NaN":
+        if match and match["name"] == name:
             total += float(match["value"])
     return int(total)
 

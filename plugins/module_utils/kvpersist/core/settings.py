@@ -8,6 +8,7 @@ variable may be rendered under several names: that is how the two sides of one c
 
 from __future__ import annotations
 
+import posixpath
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Union
@@ -749,6 +750,9 @@ def _typed(setting: Setting, value: Any) -> Value:
         raise ValueError("has a line break or a control character")
     if setting.kind == "path" and value and not value.startswith("/"):
         raise ValueError(f"must be an absolute path, not {value!r}")
+    if setting.kind == "path" and value:
+        # One spelling: a path is part of keys and compared with what runs. POSIX lets two leading slashes stand.
+        return "/" + posixpath.normpath(value).lstrip("/")
     if setting.kind == "choice" and value not in setting.choices:
         raise ValueError(f"must be one of {', '.join(setting.choices)}, not {value!r}")
     return value
@@ -765,6 +769,8 @@ def _typed_bool(value: Any) -> bool:
 
 def _typed_number(setting: Setting, value: Any) -> Value:
     try:
+        if isinstance(value, bool) or "_" in str(value):  # Python would take True for 1 and 1_0 for 10
+            raise ValueError
         number = float(value) if setting.kind == "float" else int(str(value), 10)
     except (TypeError, ValueError):
         raise ValueError(

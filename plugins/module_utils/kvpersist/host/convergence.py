@@ -46,7 +46,10 @@ def deviations(running: Process, argv: Sequence[str], environment: Mapping[str, 
     if found != list(argv):
         gone = [word for word in found if word not in argv]
         new = [word for word in argv if word not in found]
-        words.append(f"arguments change from {' '.join(gone) or 'nothing'} to {' '.join(new) or 'nothing'}")
+        if gone or new:
+            words.append(f"arguments change from {' '.join(gone) or 'nothing'} to {' '.join(new) or 'nothing'}")
+        else:
+            words.append("arguments change in their order or number")
     actual = _environment(running.pid)
     words.extend(
         f"{name} changes from {actual.get(name)!r} to {value!r}"

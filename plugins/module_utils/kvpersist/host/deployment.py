@@ -28,6 +28,7 @@ def load_values(config_dir: str, environment: Mapping[str, str]) -> dict[str, Va
             "there is no such folder",
             "Deploy with ansible-playbook site.yml, or give --config-dir.",
         )
+    config_dir = os.path.abspath(config_dir)
     texts = {name: read_text(f"{config_dir}/{name}") for name in FILES}
     return read_files(texts, environment, config_dir)
 

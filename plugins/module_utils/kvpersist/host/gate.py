@@ -58,7 +58,7 @@ class _Running:
     def number(self, name: str) -> Any:
         """The value of an option as a whole number."""
         value = self.value(name)
-        if isinstance(value, Unreadable) or not value.isdigit():
+        if isinstance(value, Unreadable) or not (value.isascii() and value.isdigit()):
             return value if isinstance(value, Unreadable) else Unreadable(f"{name} is {value!r}", "Give it as a number")
         return int(value)
 
@@ -123,7 +123,8 @@ def _links_of_engine(engine: _Running | Unreadable, deployment: Deployment, iden
     wanted = commands.connector_config(deployment.engine)["kv_connector_extra_config"]
     expected = commands.served_path(deployment.engine, namespace_of(deployment, identity))
     return {
-        "model_path": (expected, _of(engine, lambda run: run.value("--model"))),
+        # Without the connector the engine serves the plain folder, which says nothing about the cache.
+        "model_path": (expected, _of(_connector(engine), lambda _: _of(engine, lambda run: run.value("--model")))),
         "cache_address": (wanted, _of(_connector(engine), lambda config: config.get("kv_connector_extra_config"))),
     }
 
@@ -158,7 +159,7 @@ def _kv_cache_dtype(engine: _Running | Unreadable, served: ModelFacts | Unreadab
     if isinstance(value, Unreadable) or isinstance(served, Unreadable):
         # A spelled-out dtype needs no model; only `auto` does.
         return value if value != "auto" else served
-    return resolve_kv_cache_dtype(value, served.model_dtype, served.quantization_config)
+    return _of(served, lambda model: resolve_kv_cache_dtype(value, model.model_dtype, model.quantization_config))
 
 
 def _connector(engine: _Running | Unreadable) -> Any:

@@ -93,11 +93,19 @@ def namespace_of(deployment: Deployment, identity: Identity) -> str:
         UsageError: when the resulting model path does not fit LMCache's file names.
     """
     namespace = deployment.engine.namespace_override or identity.namespace()
-    engine = deployment.engine
-    model_path(
-        engine.models_dir, engine.model_family, namespace, BACKENDS[deployment.cache.l2_backend].longest_model_path
-    )
+    check_model_path(deployment, namespace)
     return namespace
+
+
+def check_model_path(deployment: Deployment, namespace: str) -> None:
+    """Checks that the path under which a namespace is served fits LMCache's file names.
+
+    Raises:
+        UsageError: when it does not.
+    """
+    engine = deployment.engine
+    longest = BACKENDS[deployment.cache.l2_backend].longest_model_path
+    model_path(engine.models_dir, engine.model_family, namespace, longest)
 
 
 def _engine_build(engine: Engine) -> str:

@@ -12,7 +12,7 @@ from ..core import commands
 from ..core.deployment import Deployment
 from ..core.errors import PreflightError
 from .deployment import load_identity
-from .files import link_target
+from .files import link_target, reason
 from .health import cache_answers
 from .identity import namespace_of, verified_identity
 
@@ -21,9 +21,15 @@ def launch_cache(deployment: Deployment, environment: Mapping[str, str]) -> NoRe
     """Becomes the cache server.
 
     Raises:
-        PreflightError: when its program is missing.
+        PreflightError: when its folder cannot be made or its program is missing.
     """
-    os.makedirs(deployment.cache.root, mode=0o700, exist_ok=True)
+    root = deployment.cache.root
+    try:
+        os.makedirs(root, mode=0o700, exist_ok=True)
+    except OSError as error:
+        raise PreflightError(
+            f"making {root}", reason(error), "Set kvp_cache_root to a folder that can be made."
+        ) from None
     _become(commands.cache_argv(deployment.cache), environment, commands.cache_environment(deployment.cache))
 
 
@@ -75,4 +81,7 @@ def _become(argv: Sequence[str], environment: Mapping[str, str], own: Mapping[st
     program = shutil.which(argv[0])
     if program is None:
         raise PreflightError(f"starting {argv[0]}", "this program is missing", "Install it, or correct the settings.")
-    os.execve(program, list(argv), {**own, **environment})  # noqa: S606  # what is exported wins over our defaults
+    try:
+        os.execve(program, list(argv), {**own, **environment})  # noqa: S606  # what is exported wins over our defaults
+    except OSError as error:
+        raise PreflightError(f"starting {program}", reason(error), "Install it again for this machine.") from None

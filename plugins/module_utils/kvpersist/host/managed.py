@@ -46,12 +46,7 @@ def manage_file(path: str, content: str, check_mode: bool) -> Change:
     mode = stat.S_IMODE(os.stat(path).st_mode) if exists else _MODE
     change = Change(path, before if mode == _MODE else f"# mode {mode:04o}\n{before}", content)
     if change.changed and not check_mode:
-        try:
-            write_atomic(path, content, _MODE)
-        except OSError as error:
-            raise UsageError(
-                f"writing {path}", reason(error), "Check the folder, its permissions and the disk."
-            ) from None
+        write_atomic(path, content, _MODE)
     return change
 
 

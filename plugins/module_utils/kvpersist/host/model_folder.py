@@ -16,6 +16,8 @@ from .hashing import HashCache, Progress, sha256_files
 
 # In the order in which vLLM prefers them; one kind is loaded, the others are ignored.
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".gguf")
+# transformers: model.safetensors.index.json, pytorch_model.bin.index.json.
+_INDEX_STEMS = ("model", "pytorch_model")
 _TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -102,9 +104,10 @@ def weight_shards(folder: str) -> list[str]:
         shards = [name for name in names if name.endswith(suffix) and os.path.isfile(f"{folder}/{name}")]
         if not shards:
             continue
-        index = f"{folder}/model{suffix}.index.json"
-        if os.path.exists(index):
-            _check_index(index, shards)
+        for stem in _INDEX_STEMS:
+            index = f"{folder}/{stem}{suffix}.index.json"
+            if os.path.exists(index):
+                _check_index(index, shards)
         return shards
     raise UsageError(
         f"reading the weights in {folder}",

@@ -12,21 +12,36 @@ from ..core.errors import KvpError
 from ..core.geometry import geometry_from_config
 from .environments import engine_build, lmcache_version
 from .files import read_json, tree_bytes
+from .identity import check_model_path
 from .model_folder import tokenizer_files, weight_shards
 from .processes import Process, descends_from, listener, port_is_taken
-from .services import CACHE_SERVICE, ENGINE_SERVICE, ServiceManager
+from .services import CACHE_SERVICE, ENGINE_SERVICE, ServiceManager, resolved_manager
 
+# sockaddr_un holds 108 bytes with the closing NUL (unix(7)); supervisord binds a name with its pid appended first.
+_LONGEST_SOCKET_PATH = 97
 _NETWORK_FILESYSTEMS = ("nfs", "nfs4", "cifs", "smb3", "9p", "ceph", "glusterfs", "fuse.sshfs", "lustre")
 
 
 def preflight_problems(deployment: Deployment, manager: ServiceManager) -> list[str]:
     """Problems of this host, each a line with what to do about it; empty when it is ready."""
     return [
+        *_paths(deployment),
         *_programs(deployment),
         *_model(deployment),
         *_disk(deployment),
         *_ports_of_strangers(deployment, manager),
     ]
+
+
+def _paths(deployment: Deployment) -> Iterable[str]:
+    """Paths that would be too long once they end up in a file name of the disk tier or in a socket's address."""
+    try:
+        check_model_path(deployment, "kvp-" + "0" * 32)
+    except KvpError as error:
+        yield str(error)
+    socket = f"{deployment.state_dir}/supervisor/supervisor.sock"
+    if resolved_manager(deployment.service_manager) == "supervisor" and len(os.fsencode(socket)) > _LONGEST_SOCKET_PATH:
+        yield f"{socket} is longer than the {_LONGEST_SOCKET_PATH} bytes of a socket's path. Shorten kvp_state_dir."
 
 
 def _programs(deployment: Deployment) -> Iterable[str]:
@@ -39,6 +54,9 @@ def _programs(deployment: Deployment) -> Iterable[str]:
             version_of(venv)
         except KvpError as error:
             yield str(error)
+    for venv in dict.fromkeys((deployment.cache.venv, deployment.engine.venv)):
+        if os.path.isdir(venv) and not os.access(f"{venv}/bin/python", os.X_OK):
+            yield f"{venv}/bin/python is missing or cannot be run. Make the virtual environment again."
     yield from _full_cli(deployment.cache.venv)
 
 

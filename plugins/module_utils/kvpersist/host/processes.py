@@ -36,7 +36,8 @@ def command_line(pid: int) -> list[str] | None:
         raw = Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return None
-    return raw.decode("utf-8", "replace").rstrip("\0").split("\0") if raw else None
+    # Each argument ends in a NUL, an empty last one too.
+    return raw.decode("utf-8", "replace").removesuffix("\0").split("\0") if raw else None
 
 
 def visible_path(pid: int, path: str) -> str | None:
@@ -99,7 +100,10 @@ def storage_read_bytes(pid: int) -> int | None:
 
 def block_device(path: str) -> str | None:
     """Name of the block device behind a folder, e.g. ``nvme0n1p1``; None where there is none (overlay, tmpfs)."""
-    device = os.stat(path).st_dev
+    try:
+        device = os.stat(path).st_dev
+    except OSError:
+        return None  # no such folder yet
     link = f"/sys/dev/block/{os.major(device)}:{os.minor(device)}"
     return os.path.basename(os.path.realpath(link)) if os.path.exists(link) else None
 
