@@ -84,7 +84,7 @@ from ansible.module_utils.kvpersist.core.errors import KvpError
 from ansible.module_utils.kvpersist.core.recovery import SCENARIOS, exit_code, summary_rows
 from ansible.module_utils.kvpersist.core.settings import validate
 from ansible.module_utils.kvpersist.host.deployment import deployment_of
-from ansible.module_utils.kvpersist.host.recovery import Plan, run_recovery
+from ansible.module_utils.kvpersist.host.recovery import Plan, check_plan, run_recovery
 from ansible.module_utils.kvpersist.host.services import service_manager
 
 ARGUMENT_SPEC = {
@@ -107,6 +107,7 @@ def main() -> None:
     )
     try:
         deployment = deployment_of(validate(parameters["settings"], "running the recovery test"))
+        check_plan(deployment, plan)
         if module.check_mode:
             module.exit_json(changed=True, msg=f"would restart the services for {', '.join(plan.scenarios)}")
         result = run_recovery(deployment, service_manager(deployment), plan, module.log)

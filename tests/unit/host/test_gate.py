@@ -291,7 +291,7 @@ def test_an_engine_without_the_connector_is_inconclusive(running: Running) -> No
 @pytest.mark.parametrize("value", ["not json", "[1]", '"text"'])
 def test_a_connector_that_is_no_json_object_is_inconclusive(running: Running, value: str) -> None:
     running.restart_engine(replaced(running.argv, "--kv-transfer-config", value))
-    assert set(inconclusive(running.gate())) == {"connector", "cache_address"}
+    assert set(inconclusive(running.gate())) == {"connector", "cache_address", "model_path"}
 
 
 @pytest.mark.parametrize(

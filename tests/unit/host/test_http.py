@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -13,6 +15,7 @@ from typing import Any, Callable
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kvp_kit import clean_environment
 from kvpersist.core.recovery import Answer
 from kvpersist.host.http import HttpError, answers, ask, get_json, get_text
 
@@ -246,14 +249,14 @@ def test_json_is_parsed_and_other_text_is_an_error(server: Scripted) -> None:
         get_json(server.url)
 
 
-def test_a_proxy_of_the_environment_never_sees_a_request(server: Scripted, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
-        monkeypatch.setenv(name, "http://127.0.0.1:9")
-    monkeypatch.delenv("no_proxy", raising=False)
-    monkeypatch.delenv("NO_PROXY", raising=False)
+def test_a_proxy_of_the_environment_never_sees_a_request(server: Scripted) -> None:
+    proxies = dict.fromkeys(("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"), "http://127.0.0.1:9")
     server.script = (200, [token("x"), *end()])
-    assert ask_it(server.url).text == "x"
-    assert answers(server.url)
+    program = "import sys; from kvpersist.host.http import ask, get_text as g; g(sys.argv[1]); ask(*sys.argv[1:], 1, 5)"
+    subprocess.run(
+        [sys.executable, "-c", program, server.url, "tiny", "x"], check=True, env=clean_environment(**proxies)
+    )
+    assert [path or "/" for path, _, _ in server.requests] == ["/", "/v1/chat/completions"]
 
 
 JSON = st.recursive(

@@ -7,6 +7,7 @@ does not use does not restart it.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,10 @@ from .deployment import load_identity
 from .health import cache_endpoint, engine_endpoint, wait_healthy
 from .identity import namespace_of
 from .processes import Process, command_line
-from .services import CACHE_SERVICE, ENGINE_SERVICE, service_manager
+from .services import CACHE_SERVICE, ENGINE_SERVICE, ServiceManager, service_manager
+
+# A launcher hashes what changed before it becomes the program; the digests of an unchanged model are remembered.
+_LAUNCHER_S = 15.0
 
 
 def wanted_command(deployment: Deployment, service: str, namespace: str | None) -> tuple[list[str], dict[str, str]]:
@@ -102,7 +106,7 @@ def converge_started(
     endpoint = endpoints[name](deployment)
     manager = service_manager(deployment)
     argv, environment = wanted_command(deployment, endpoint.service, namespace)
-    running = manager.process(endpoint.service)
+    running = _past_its_launcher(manager, endpoint.service)
     reasons = ["it does not run"] if running is None else deviations(running, argv, environment)
     if restart and running is not None:
         reasons.append("its definition or what it depends on changed")
@@ -114,6 +118,18 @@ def converge_started(
         manager.restart(endpoint.service)
     wait_healthy(manager, endpoint, deployment.engine.launch_mode == "docker", timeout_s)
     return action
+
+
+def _past_its_launcher(manager: ServiceManager, service: str) -> Process | None:
+    """The service's process once it is the program itself: a service that has just started is its launcher first."""
+    deadline = time.monotonic() + _LAUNCHER_S
+    while True:
+        running = manager.process(service)
+        if running is None or time.monotonic() > deadline:
+            return running
+        if not any(word.endswith("/bin/kvpersist") for word in command_line(running.pid) or ()):
+            return running
+        time.sleep(0.2)
 
 
 def converge_stopped(deployment: Deployment, name: str, check_mode: bool) -> Action:

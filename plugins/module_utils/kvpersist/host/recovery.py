@@ -80,15 +80,7 @@ def run_recovery(deployment: Deployment, manager: ServiceManager, plan: Plan, re
         KvpError: when a service does not come back or the engine does not answer; the result file then says
             INCONCLUSIVE with that error.
     """
-    unknown = sorted(set(plan.scenarios) - set(SCENARIOS))
-    if unknown or not plan.scenarios:
-        raise UsageError(
-            "planning the recovery test", f"no scenario {', '.join(unknown) or 'given'}", "Use A, B or both."
-        )
-    if not deployment.engine.kv_persist:
-        raise UsageError(
-            "planning the recovery test", "the cache is not attached", "Deploy with vllm_engine_kv_persist=true."
-        )
+    check_plan(deployment, plan)
     namespace = namespace_of(deployment, load_identity(deployment.config_dir))
     folder = f"{deployment.state_dir}/{RESULTS}/{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-recovery"
     result: dict[str, Any] = {"namespace": namespace, "folder": folder, "plan": asdict(plan), "verdict": INCONCLUSIVE}
@@ -101,6 +93,23 @@ def run_recovery(deployment: Deployment, manager: ServiceManager, plan: Plan, re
     finally:
         write_atomic(f"{folder}/{RESULT_FILE}", json.dumps(result, indent=2, ensure_ascii=False) + "\n", 0o600)
     return result
+
+
+def check_plan(deployment: Deployment, plan: Plan) -> None:
+    """Checks that a plan can be carried out on this deployment.
+
+    Raises:
+        UsageError: when it cannot.
+    """
+    unknown = sorted(set(plan.scenarios) - set(SCENARIOS))
+    if unknown or not plan.scenarios:
+        raise UsageError(
+            "planning the recovery test", f"no scenario {', '.join(unknown) or 'given'}", "Use A, B or both."
+        )
+    if not deployment.engine.kv_persist:
+        raise UsageError(
+            "planning the recovery test", "the cache is not attached", "Deploy with vllm_engine_kv_persist=true."
+        )
 
 
 def last_result(state_dir: str) -> dict[str, Any]:
@@ -203,7 +212,7 @@ class _Run:
     def _asked_again(
         self, scenario: str, engine_replaced: bool, cache_replaced: bool, cache: Process | None
     ) -> Restart:
-        log_offset = os.path.getsize(self._cache.log)
+        log_offset = _size(self._cache.log)
         bytes_before, tokens_before = self._bytes(), self._metric(_DISK_TOKENS)
         device_before = device_read_bytes(self._device) if self._device else None
         process_before = storage_read_bytes(cache.pid) if cache else None
@@ -246,9 +255,13 @@ class _Run:
         return metric_sum(get_text(f"{self._deployment.cache.http_url}/metrics"), name)
 
     def _log_since(self, offset: int) -> str:
-        with open(self._cache.log, "rb") as file:
-            file.seek(offset)
-            return file.read().decode("utf-8", "replace")
+        try:
+            with open(self._cache.log, "rb") as file:
+                # A log that is shorter than before was rotated; what it holds now is newer than the offset.
+                file.seek(offset if _size(self._cache.log) >= offset else 0)
+                return file.read().decode("utf-8", "replace")
+        except OSError:
+            return ""  # no log is no evidence, which the verdict says
 
     def _wait_for_stores(self) -> None:
         """Stores are asynchronous: wait until neither bytes nor counters have moved for a while."""
@@ -266,3 +279,10 @@ class _Run:
 
 def _grown(before: int | None, after: int | None) -> int | None:
     return None if before is None or after is None else after - before
+
+
+def _size(path: str) -> int:
+    try:
+        return os.path.getsize(path)
+    except OSError:
+        return 0
