@@ -1,7 +1,8 @@
-# Everything that these targets install or deploy lies under KVP_HOME; `make demo-clean` removes it.
-# Each target first makes what it needs.
+# Everything that these targets install or deploy lies under DEMO_HOME; `make demo-clean` removes it.
+# Each target first makes what it needs. The name is not KVP_…, since the deployment's own variables are called so and
+# an exported one wins over its files.
 
-KVP_HOME ?= $(CURDIR)/.kvp
+DEMO_HOME ?= $(CURDIR)/.kvp
 # Python 3.11 to 3.13, for all environments.
 PYTHON ?= python3
 # What the demo serves: smollm2 (a real model, 269 MB) or tiny (random weights, for quick tests).
@@ -23,24 +24,24 @@ SHELL := bash
 ifneq ($(words $(CURDIR)),1)
 $(error The path of this checkout holds a blank: $(CURDIR). Move it to a path without one)
 endif
-ifneq ($(words $(KVP_HOME)),1)
-$(error KVP_HOME must be one path without blanks, it is '$(KVP_HOME)')
+ifneq ($(words $(DEMO_HOME)),1)
+$(error DEMO_HOME must be one path without blanks, it is '$(DEMO_HOME)')
 endif
-override KVP_HOME := $(abspath $(KVP_HOME))
+override DEMO_HOME := $(abspath $(DEMO_HOME))
 ifeq ($(filter $(MODEL),smollm2 tiny),)
 $(error MODEL must be smollm2 or tiny, it is '$(MODEL)')
 endif
 
-CONTROLLER := $(KVP_HOME)/controller
-DEV := $(KVP_HOME)/dev
-ENGINE := $(KVP_HOME)/engine
-MARKER := $(KVP_HOME)/.kvpersist-home
+CONTROLLER := $(DEMO_HOME)/controller
+DEV := $(DEMO_HOME)/dev
+ENGINE := $(DEMO_HOME)/engine
+MARKER := $(DEMO_HOME)/.kvpersist-home
 PACKAGE := $(CURDIR)/plugins/module_utils/kvpersist
 PLAYBOOK := PATH="$(CONTROLLER)/bin:$$PATH" ansible-playbook
 
 # The demo's inventory reads these.
-export KVP_HOME
-export KVP_DEMO_MODEL := $(MODEL)
+export DEMO_HOME
+export DEMO_MODEL := $(MODEL)
 
 ##@ Demo: real LMCache and vLLM on this machine, without GPU, Docker or root
 
@@ -48,22 +49,22 @@ export KVP_DEMO_MODEL := $(MODEL)
 demo: controller engine model ## Deploy, prove that the cache survives restarts, print the result
 	$(PLAYBOOK) site.yml -l demo $(ANSIBLE_FLAGS)
 	$(PLAYBOOK) site.yml -l demo --tags recover $(ANSIBLE_FLAGS)
-	@"$(KVP_HOME)/demo/bin/kvpersist" recover --last
+	@"$(DEMO_HOME)/demo/bin/kvpersist" recover --last
 
 .PHONY: demo-stop
 demo-stop: ## Stop the demo's services, keep everything
-	@if [ ! -d "$(KVP_HOME)/demo" ]; then echo "demo-stop: nothing is deployed in $(KVP_HOME)"; \
+	@if [ ! -d "$(DEMO_HOME)/demo" ]; then echo "demo-stop: nothing is deployed in $(DEMO_HOME)"; \
 	else $(PLAYBOOK) playbooks/stop.yml -l demo $(ANSIBLE_FLAGS); fi
 
 .PHONY: demo-clean
-demo-clean: ## Stop the demo and remove KVP_HOME
-	@if [ ! -e "$(KVP_HOME)" ]; then echo "demo-clean: $(KVP_HOME) does not exist"; exit 0; fi; \
+demo-clean: ## Stop the demo and remove DEMO_HOME
+	@if [ ! -e "$(DEMO_HOME)" ]; then echo "demo-clean: $(DEMO_HOME) does not exist"; exit 0; fi; \
 	if [ ! -f "$(MARKER)" ]; then \
-	  echo "ERROR: $(KVP_HOME) was not made by this project (no .kvpersist-home in it). Remove it by hand" >&2; exit 1; \
+	  echo "ERROR: $(DEMO_HOME) was not made by this project (no .kvpersist-home in it). Remove it by hand" >&2; exit 1; \
 	fi; \
 	$(MAKE) --no-print-directory demo-stop; \
-	echo "demo-clean: removing $(KVP_HOME)"; \
-	rm -rf --one-file-system -- "$(KVP_HOME)"
+	echo "demo-clean: removing $(DEMO_HOME)"; \
+	rm -rf --one-file-system -- "$(DEMO_HOME)"
 
 ##@ Environments and model
 
@@ -77,12 +78,12 @@ engine: $(ENGINE)/.stamp ## vLLM and LMCache, CPU builds
 dev: $(DEV)/.stamp ## Linters and test tools
 
 .PHONY: model
-model: $(KVP_HOME)/models/$(MODEL)/config.json ## The model folder that the demo serves (MODEL=smollm2|tiny)
+model: $(DEMO_HOME)/models/$(MODEL)/config.json ## The model folder that the demo serves (MODEL=smollm2|tiny)
 
 # demo-clean removes only a folder that holds this marker, so a folder with other things in it never gets one.
 $(MARKER):
 	@if [ -n "$$(ls -A "$(@D)" 2>/dev/null)" ]; then \
-	  echo "ERROR: KVP_HOME=$(@D) holds other files. Name an empty or a new folder" >&2; exit 1; \
+	  echo "ERROR: DEMO_HOME=$(@D) holds other files. Name an empty or a new folder" >&2; exit 1; \
 	fi; \
 	mkdir -p "$(@D)"; touch "$@"
 
@@ -101,7 +102,7 @@ $(DEV)/.stamp: requirements/dev.lock pyproject.toml | $(MARKER)
 	@ln -sfn "$(PACKAGE)" "$$("$(@D)/bin/python" -c 'import ansible.module_utils as m; print(list(m.__path__)[0])')/kvpersist"
 	@touch "$@"
 
-$(KVP_HOME)/models/%/config.json: scripts/make_model.py | $(ENGINE)/.stamp
+$(DEMO_HOME)/models/%/config.json: scripts/make_model.py | $(ENGINE)/.stamp
 	@"$(ENGINE)/bin/python" scripts/make_model.py "$(@D)" --kind $*
 	@touch "$@"
 
@@ -168,4 +169,4 @@ help: ## This list
 	@awk 'BEGIN { FS = ":.*## " } \
 	  /^##@/ { printf "\n%s\n", substr($$0, 5) } \
 	  /^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
-	@printf '\nVariables: KVP_HOME=%s PYTHON=%s MODEL=%s TORCH_INDEX_URL=%s\n' '$(KVP_HOME)' '$(PYTHON)' '$(MODEL)' '$(TORCH_INDEX_URL)'
+	@printf '\nVariables: DEMO_HOME=%s PYTHON=%s MODEL=%s TORCH_INDEX_URL=%s\n' '$(DEMO_HOME)' '$(PYTHON)' '$(MODEL)' '$(TORCH_INDEX_URL)'

@@ -55,7 +55,7 @@ class Demo:
 
     def _environment(self) -> dict[str, str]:
         path = f"{self.home / 'controller/bin'}{os.pathsep}{os.environ['PATH']}"
-        return {**os.environ, "KVP_HOME": str(self.home), "PATH": path, "NO_COLOR": "1", "ANSIBLE_NOCOLOR": "1"}
+        return {**os.environ, "DEMO_HOME": str(self.home), "PATH": path, "NO_COLOR": "1", "ANSIBLE_NOCOLOR": "1"}
 
 
 def _changed(report: dict[str, Any]) -> list[str]:
@@ -73,7 +73,7 @@ def _changed(report: dict[str, Any]) -> list[str]:
 @pytest.fixture(scope="session")
 def demo() -> Demo:
     """`make demo`, run once; what the tests change in it they change back."""
-    deployed = Demo(Path(os.environ.get("KVP_HOME", PROJECT / ".kvp")))
+    deployed = Demo(Path(os.environ.get("DEMO_HOME", PROJECT / ".kvp")))
     run = deployed.make("demo")
     assert run.returncode == 0
     yield deployed
