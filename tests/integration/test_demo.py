@@ -92,7 +92,7 @@ def test_one_variable_moves_both_sides_to_another_port(demo: Demo) -> None:
     gate = demo.kvpersist("gate", "--json")
     assert gate.returncode == 0, gate.stdout
     assert "cache_address" in json.loads(gate.stdout)["checked"]
-    recovered = demo.kvpersist("recover", "--scenario", "A", "--prompt-tokens", "1000")
+    recovered = demo.kvpersist("recover", "--scenario", "A", "--prompt-tokens", "3000")
     assert recovered.returncode == 0, recovered.stdout + recovered.stderr
     demo.changes()
 
