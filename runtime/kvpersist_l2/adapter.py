@@ -21,6 +21,7 @@ from lmcache.v1.distributed.internal_api import L1MemoryDesc, L2AdapterListener,
 from lmcache.v1.distributed.l2_adapters.base import AdapterUsage, L2AdapterInterface
 from lmcache.v1.memory_management import MemoryObj
 from lmcache.v1.platform import create_event_notifier
+from lmcache.v1.platform.event_notifier import EventNotifier
 
 from . import metrics
 from .frame_io import Memory
@@ -52,6 +53,7 @@ class KvPersistL2Adapter(L2AdapterInterface):
         self._params = params
         self._tier = Tier(params, _object_key, self._on_removed, logger.warning)
         self._store_event, self._lookup_event, self._load_event = (create_event_notifier() for _ in range(3))
+        self._are_events_open = True
         self._lock = threading.Lock()
         self._last_task = 0
         self._stores: dict[int, L2StoreResult] = {}
@@ -136,7 +138,7 @@ class KvPersistL2Adapter(L2AdapterInterface):
             # Looked up is used: what L1 serves for now must not be the first to go here.
             self._notify_keys_accessed(self._tier.inventory.handles(frame_keys, hits))
         self._lookups.put(task, found, self._params.result_ttl_s)
-        self._lookup_event.notify()
+        self._signal(self._lookup_event)
         return task
 
     def query_lookup_and_lock_result(self, task_id: int) -> Bitmap | None:
@@ -154,7 +156,7 @@ class KvPersistL2Adapter(L2AdapterInterface):
             loaded = Bitmap(len(keys))
             loaded.batched_set([position for position, is_loaded in enumerate(results) if is_loaded])
             self._loads.put(task, loaded, self._params.result_ttl_s)
-            self._load_event.notify()
+            self._signal(self._load_event)
 
         countdown = _Countdown(len(keys), finish)
         for position, (key, memory) in enumerate(zip(keys, objects)):
@@ -224,8 +226,16 @@ class KvPersistL2Adapter(L2AdapterInterface):
         self._stop.set()
         self._keeper.join()
         self._tier.close()
-        for event in (self._store_event, self._lookup_event, self._load_event):
-            event.close()
+        with self._lock:
+            self._are_events_open = False
+            for event in (self._store_event, self._lookup_event, self._load_event):
+                event.close()
+
+    def _signal(self, event: EventNotifier) -> None:
+        """Wakes the controller; its result must be there already, since signals before it looks are one signal."""
+        with self._lock:
+            if self._are_events_open:
+                event.notify()
 
     def _new_task(self) -> int:
         with self._lock:
@@ -285,7 +295,7 @@ class KvPersistL2Adapter(L2AdapterInterface):
         is_success = all(stored is not None and stored.is_success for stored in results)
         with self._lock:
             self._stores[task] = L2StoreResult(is_success, written)
-        self._store_event.notify()
+        self._signal(self._store_event)
 
     def _delete(self, keys: list[ObjectKey]) -> None:
         handles: list[ObjectKey] = []

@@ -11,7 +11,6 @@ import struct
 import threading
 from typing import Any, Callable
 
-import numpy as np
 from kvpersist.core import frames
 from kvpersist.core.errors import UsageError
 from kvpersist.core.frames import Damage, FrameError
@@ -209,6 +208,8 @@ def _split(data: memoryview, element_size: int) -> list[Any]:
     count = _plane_count(len(data), element_size)
     if count == 1:
         return [data]
+    import numpy as np
+
     elements = np.frombuffer(data, dtype=f"<u{count}")
     # Shifts are vectorized by numpy, strided copies are not.
     return [(elements >> elements.dtype.type(8 * (count - 1 - number))).astype(np.uint8) for number in range(count)]
@@ -218,6 +219,8 @@ def _join(planes: list[Any], out: memoryview) -> None:
     if len(planes) == 1:
         out[:] = planes[0]
         return
+    import numpy as np
+
     count = len(planes)
     elements = np.frombuffer(out, dtype=f"<u{count}")
     first = np.frombuffer(planes[0], np.uint8)

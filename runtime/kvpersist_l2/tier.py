@@ -339,11 +339,11 @@ class Tier:
         folder = layout.folder(key.scope)
         relative = f"{folder}/{key.chunk_hash[:1].hex()}"
         if relative not in self._folders:
-            path = os.path.join(self.params.root, relative)
-            os.makedirs(path, mode=0o700, exist_ok=True)
-            if self.params.fsync == "full":
-                _sync_folder(os.path.dirname(path))
-                _sync_folder(self.params.root)
+            for path in (os.path.join(self.params.root, folder), os.path.join(self.params.root, relative)):
+                with contextlib.suppress(FileExistsError):
+                    os.mkdir(path, 0o700)
+                if self.params.fsync == "full":
+                    _sync_folder(os.path.dirname(path))
             self._folders.add(relative)
         if self._model_names.get(folder) != model_name:
             # Written once for each start of an engine; two threads write the same.
