@@ -1,0 +1,357 @@
+"""Frames to and from open files, piece by piece: no buffer of an object's size is ever made.
+
+Raw objects go straight between LMCache's memory and the file. Each piece's checksum is computed while the piece is in
+the CPU's cache, which costs next to nothing beside the copy.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import stat
+import threading
+import time
+from dataclasses import dataclass
+from typing import Callable
+
+from kvpersist.core import frames
+from kvpersist.core.frames import PAGE, Crc32, Damage, FrameError, FrameKey, Header
+
+from .codecs import MAX_STORED_PIECE, PIECE, Codec
+
+# One system call of this size keeps the page cache's readahead ahead of the reader; measured best from 1 to 4 MiB.
+BUFFERED_PIECE = 1 << 20
+# Without the page cache the device sees each call as it is: larger ones keep more of its channels busy.
+DIRECT_PIECE = 8 << 20
+# Objects up to this size are read through the page cache even where it is cold: readahead hides the latency of small
+# reads, and one direct read of that size does not fill the device.
+AUTO_DIRECT_BYTES = 4 << 20
+
+_ZERO = bytes(PAGE)
+_STAGING_KEPT = frames.whole_pages(MAX_STORED_PIECE) + PAGE
+
+
+class NotAFileError(Exception):
+    """A folder, a link or a device stands where an object should be."""
+
+
+class ExpiredError(Exception):
+    """The time within which LMCache's memory is ours has passed."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """LMCache's memory of one object.
+
+    Args:
+        data: its bytes.
+        element_size: bytes of one element, 1 where elements of different sizes are mixed.
+        is_aligned: whether it starts at a page, which direct I/O needs.
+    """
+
+    data: memoryview
+    element_size: int
+    is_aligned: bool
+
+
+class Scratch(threading.local):
+    """Page-aligned buffers of one thread, made once."""
+
+    def __init__(self) -> None:
+        pages = memoryview(mmap.mmap(-1, 2 * PAGE))
+        self.header, self.tail = pages[:PAGE], pages[PAGE:]
+        self._staging: memoryview | None = None
+
+    @property
+    def staging(self) -> memoryview:
+        """Room for compressed bytes: what is kept of one piece, and the next read or write behind it."""
+        if self._staging is None:
+            self._staging = memoryview(mmap.mmap(-1, _STAGING_KEPT + BUFFERED_PIECE))
+        return self._staging
+
+
+@dataclass(frozen=True)
+class Io:
+    """How files are read and written.
+
+    Args:
+        mode: auto, buffered or direct.
+        crc32: any implementation of zlib's CRC32.
+        scratch: buffers of the calling thread.
+    """
+
+    mode: str
+    crc32: Crc32
+    scratch: Scratch
+
+    def reads_directly(self, length: int, is_cached: Callable[[], bool]) -> bool:
+        """Whether a payload of ``length`` bytes is read past the page cache. The one place that decides it."""
+        if self.mode == "auto":
+            return length > AUTO_DIRECT_BYTES and not is_cached()
+        return self.mode == "direct"
+
+    def writes_directly(self) -> bool:
+        """Whether payloads are written past the page cache: not in auto, where it takes bursts at memory speed."""
+        return self.mode == "direct"
+
+
+class FrameFile:
+    """One open file; leaves direct I/O where the filesystem refuses it.
+
+    Args:
+        path: its path.
+        flags: flags for open(2).
+
+    Raises:
+        OSError: when it cannot be opened.
+    """
+
+    def __init__(self, path: str, flags: int) -> None:
+        # A fifo would block without O_NONBLOCK; regular files do not mind it.
+        self.descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
+        self._is_direct = False
+
+    def __enter__(self) -> FrameFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self.descriptor)
+
+    @property
+    def piece(self) -> int:
+        """Bytes to read or write at once."""
+        return DIRECT_PIECE if self._is_direct else BUFFERED_PIECE
+
+    def go_direct(self) -> None:
+        """Leaves the page cache aside from now on, where the filesystem can."""
+        self._is_direct = self._set_direct(True)
+
+    def read(self, view: memoryview, offset: int) -> None:
+        """Fills a buffer.
+
+        Raises:
+            FrameError: where the file ends before.
+        """
+        done = 0
+        while done < len(view):
+            try:
+                count = os.preadv(self.descriptor, [view[done:]], offset + done)
+            except OSError:
+                if not self._leave_direct():
+                    raise
+                continue
+            if not count:
+                raise FrameError(Damage.TRUNCATED, f"it ends at {offset + done} bytes")
+            done += count
+
+    def write(self, view: memoryview, offset: int) -> None:
+        """Writes a buffer."""
+        done = 0
+        while done < len(view):
+            try:
+                done += os.pwrite(self.descriptor, view[done:], offset + done)
+            except OSError:
+                if not self._leave_direct():
+                    raise
+
+    def is_cached(self, view: memoryview, offset: int) -> bool:
+        """Whether the page cache holds a part of the file, told by reading it without waiting for the device."""
+        try:
+            return os.preadv(self.descriptor, [view], offset, os.RWF_NOWAIT) == len(view)
+        except OSError:
+            return False  # not there, or a filesystem that cannot tell
+
+    def _leave_direct(self) -> bool:
+        # Some filesystems take the flag and refuse the transfer. A real error comes again without it.
+        was_direct, self._is_direct = self._is_direct, False
+        if was_direct:
+            self._set_direct(False)
+        return was_direct
+
+    def _set_direct(self, wanted: bool) -> bool:
+        flags = fcntl.fcntl(self.descriptor, fcntl.F_GETFL)
+        try:
+            fcntl.fcntl(self.descriptor, fcntl.F_SETFL, flags | os.O_DIRECT if wanted else flags & ~os.O_DIRECT)
+        except OSError:
+            return False
+        return wanted
+
+
+def write_frame(file: FrameFile, key: FrameKey, memory: Memory, codec: Codec | None, io: Io, deadline: float) -> int:
+    """Writes a frame into a new file.
+
+    Args:
+        file: open for writing, empty.
+        key: the key that it belongs to.
+        memory: the object.
+        codec: None stores it as it is.
+        io: how to write.
+        deadline: ``time.monotonic()`` after which the memory may hold another object.
+
+    Returns:
+        Bytes of the file.
+
+    Raises:
+        ExpiredError: past the deadline; the file is then worthless.
+        OSError: when it cannot be written.
+    """
+    raw_length = len(memory.data)
+    if memory.is_aligned and io.writes_directly():
+        file.go_direct()
+    if codec is None:
+        stored_length, checksum = raw_length, _write_raw(file, memory.data, io, deadline)
+    else:
+        stored_length, checksum = _write_pieces(file, memory, codec, io, deadline)
+    number, piece = (frames.CODEC_NONE, 0) if codec is None else (codec.number, PIECE)
+    page = io.scratch.header
+    frames.pack_header(page, Header(key, number, memory.element_size, raw_length, stored_length, piece))
+    frames.seal(page, io.crc32(page, checksum))
+    file.write(page, 0)
+    _check(deadline)
+    return frames.file_length(stored_length)
+
+
+def read_frame(
+    file: FrameFile, key: FrameKey, memory: Memory, codecs: Callable[[int], Codec], io: Io, deadline: float
+) -> int:
+    """Reads a frame into LMCache's memory. Only when this returns is the memory the object.
+
+    Args:
+        file: open for reading.
+        key: the key that is asked for.
+        memory: where the object belongs.
+        codecs: gives the codec of a number; may raise ``CodecUnavailableError``.
+        io: how to read.
+        deadline: ``time.monotonic()`` after which the memory may belong to another object.
+
+    Returns:
+        Bytes of the file.
+
+    Raises:
+        FrameError: for any damage.
+        NotAFileError: for a folder, link or device.
+        ExpiredError: past the deadline.
+        OSError: when it cannot be read.
+    """
+    status = os.fstat(file.descriptor)
+    if not stat.S_ISREG(status.st_mode):
+        raise NotAFileError
+    page, tail, size = io.scratch.header, io.scratch.tail, status.st_size
+    if size < PAGE:
+        raise FrameError(Damage.TRUNCATED, f"{size} bytes")
+    last = size - PAGE
+    if memory.is_aligned and io.reads_directly(size, lambda: file.is_cached(page, 0) and file.is_cached(tail, last)):
+        file.go_direct()
+    file.read(page, 0)
+    header = frames.parse_header(page, size)
+    frames.check_key_matches(header, key)
+    if header.raw_length != len(memory.data):
+        raise FrameError(Damage.LENGTH, f"{header.raw_length} bytes, the object has {len(memory.data)}")
+    if header.codec == frames.CODEC_NONE:
+        checksum = _read_raw(file, memory, io, deadline)
+    else:
+        checksum = _read_pieces(file, header, memory.data, codecs(header.codec), io, deadline)
+    frames.check_checksum(page, header, checksum, io.crc32)
+    _check(deadline)
+    return size
+
+
+def _check(deadline: float) -> None:
+    if time.monotonic() > deadline:
+        raise ExpiredError
+
+
+def _write_raw(file: FrameFile, data: memoryview, io: Io, deadline: float) -> int:
+    aligned = len(data) // PAGE * PAGE
+    checksum = position = 0
+    while position < aligned:
+        _check(deadline)
+        part = data[position : min(position + file.piece, aligned)]
+        checksum = io.crc32(part, checksum)
+        file.write(part, PAGE + position)
+        position += len(part)
+    if aligned == len(data):
+        return checksum
+    rest, tail = len(data) - aligned, io.scratch.tail
+    tail[:rest] = data[aligned:]
+    tail[rest:] = _ZERO[rest:]
+    file.write(tail, PAGE + aligned)
+    return io.crc32(tail, checksum)
+
+
+def _read_raw(file: FrameFile, memory: Memory, io: Io, deadline: float) -> int:
+    data = memory.data
+    aligned = len(data) // PAGE * PAGE
+    checksum = position = 0
+    while position < aligned:
+        _check(deadline)
+        part = data[position : min(position + file.piece, aligned)]
+        file.read(part, PAGE + position)
+        checksum = io.crc32(part, checksum)
+        position += len(part)
+    if aligned == len(data):
+        return checksum
+    tail = io.scratch.tail
+    file.read(tail, PAGE + aligned)
+    data[aligned:] = tail[: len(data) - aligned]
+    return io.crc32(tail, checksum)
+
+
+def _write_pieces(file: FrameFile, memory: Memory, codec: Codec, io: Io, deadline: float) -> tuple[int, int]:
+    staging = io.scratch.staging
+    filled = stored = checksum = 0
+
+    def flush(length: int) -> None:
+        nonlocal filled, stored, checksum
+        checksum = io.crc32(staging[:length], checksum)
+        file.write(staging[:length], PAGE + stored)
+        stored += length
+        rest = filled - length
+        staging[:rest] = staging[length:filled]
+        filled = rest
+
+    for start in range(0, len(memory.data), PIECE):
+        _check(deadline)
+        for blob in codec.encode_piece(memory.data[start : start + PIECE], memory.element_size):
+            view = memoryview(blob).cast("B")
+            staging[filled : filled + len(view)] = view
+            filled += len(view)
+        if filled >= BUFFERED_PIECE:
+            flush(filled // PAGE * PAGE)
+    length = stored + filled
+    if filled:
+        padded = frames.whole_pages(filled)
+        staging[filled:padded] = bytes(padded - filled)
+        filled = padded
+        flush(padded)
+    return length, checksum
+
+
+def _read_pieces(file: FrameFile, header: Header, data: memoryview, codec: Codec, io: Io, deadline: float) -> int:
+    if header.piece_length != PIECE:
+        raise FrameError(Damage.HEADER, f"pieces of {header.piece_length} bytes, this program has {PIECE}")
+    # What is left of the stored bytes stands right before a page boundary, where the next read goes on.
+    staging, left = io.scratch.staging, memoryview(b"")
+    end = frames.whole_pages(header.stored_length)
+    unread = header.stored_length
+    position = done = checksum = 0
+    while done < len(data):
+        _check(deadline)
+        if len(left) < MAX_STORED_PIECE and position < end:
+            length = min(BUFFERED_PIECE, end - position)
+            start = _STAGING_KEPT - len(left)
+            staging[start:_STAGING_KEPT] = left
+            chunk = staging[_STAGING_KEPT : _STAGING_KEPT + length]
+            file.read(chunk, PAGE + position)
+            checksum = io.crc32(chunk, checksum)
+            position += length
+            useful = min(length, unread)
+            unread -= useful
+            left = staging[start : _STAGING_KEPT + useful]
+        out = data[done : done + PIECE]
+        left = left[codec.decode_piece(left, out, header.element_size) :]
+        done += len(out)
+    if left or position < end:
+        raise FrameError(Damage.LENGTH, "the payload goes on after its last piece")
+    return checksum

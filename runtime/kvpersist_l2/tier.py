@@ -1,0 +1,504 @@
+"""The disk tier of one cache root: stores, loads, removes, heals. Knows nothing of LMCache.
+
+Every method but :meth:`Tier.close` may be called from any thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Callable
+
+from kvpersist.core import frames, layout
+from kvpersist.core.errors import KvpError, UsageError
+from kvpersist.core.frames import FrameError, FrameKey, whole_pages
+from kvpersist.core.writers import may_remove_temporary
+from kvpersist.host.cache_scan import CacheContent, OtherFile, path_size, scan
+from kvpersist.host.files import reason
+from kvpersist.host.writers import Observer, Registration, RootLock, own_marker
+
+from .admission import SecondHit
+from .checksum import fastest_crc32
+from .codecs import Codec, CodecUnavailableError, chosen_codec, make_codec, worst_stored_length
+from .counters import Counters
+from .frame_io import ExpiredError, FrameFile, Io, Memory, NotAFileError, Scratch, read_frame, write_frame
+from .inventory import Admission, Entry, Inventory
+from .params import Params
+
+# Errors that say nothing about the file: another attempt may succeed.
+_TRANSIENT = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.EPERM, errno.EINTR, errno.EAGAIN}
+_FULL = {errno.ENOSPC, errno.EDQUOT}
+
+
+@dataclass(frozen=True)
+class Stored:
+    """What became of a store.
+
+    Args:
+        is_success: whether the object is on disk, or deliberately is not.
+        written: bytes of the new file, 0 where none was written.
+        entry: the new object.
+        replaced: the unreadable object that it replaced.
+    """
+
+    is_success: bool
+    written: int = 0
+    entry: Entry | None = None
+    replaced: Entry | None = None
+
+
+class Tier:
+    """Objects below one cache root, for as long as this process holds its lock.
+
+    Args:
+        params: the adapter's parameters.
+        make_handle: gives the caller's name for an object found on disk, from its key and the model name that was
+            last used for it.
+        on_removed: called with handle and bytes of each object that a failed load took out.
+        warn: called with one line about what an operator should know.
+
+    Raises:
+        UsageError: when the root cannot be used, is used by another server, or the codec's package is missing.
+    """
+
+    def __init__(
+        self,
+        params: Params,
+        make_handle: Callable[[FrameKey, str], Any],
+        on_removed: Callable[[Any, int], None],
+        warn: Callable[[str], None],
+    ) -> None:
+        self.params = params
+        self._on_removed = on_removed
+        self._warn = warn
+        self._codec = chosen_codec(params.codec)
+        self._codecs: dict[int, Codec] = {} if self._codec is None else {self._codec.number: self._codec}
+        self._io = Io(params.io, fastest_crc32(), Scratch())
+        self._quarantine: deque[OtherFile] = deque()
+        self._quarantine_lock = threading.Lock()
+        self._model_names: dict[str, str] = {}
+        self._folders: set[str] = set()
+        self._unknown: list[OtherFile] = []
+        self._temporary: dict[str, int] = {}
+        _prepare_root(params.root)
+        self._lock = RootLock(params.root, own_marker())
+        try:
+            self._registration = Registration(params.root)
+            self.counters = Counters(params.root)
+            self.inventory = Inventory(
+                params.capacity_bytes, params.min_free_bytes, lambda: _free_bytes(params.root), time.monotonic
+            )
+            self._admission = (
+                SecondHit(params.root, params.admission_window_s, time.time())
+                if params.admission == "second-hit"
+                else None
+            )
+            started = time.monotonic()
+            self._take_over(scan(params.root), make_handle)
+            self.scan_s = time.monotonic() - started
+        except BaseException:
+            self._lock.release()
+            raise
+
+    def store(
+        self, key: FrameKey, handle: Any, model_name: str, memory: Memory, used_ns: int, deadline: float
+    ) -> Stored:
+        """Writes an object, unless it is there already.
+
+        Args:
+            key: the object's key.
+            handle: the caller's name for it.
+            model_name: the model name that it was stored under.
+            memory: the object.
+            used_ns: time of use to record, nanoseconds since the epoch.
+            deadline: ``time.monotonic()`` after which the memory may hold another object.
+        """
+        refusal = self._refusal(key, memory)
+        if refusal is not None:
+            return refusal
+        path = os.path.join(self.params.root, layout.object_path(key))
+        temporary = layout.temporary_path(path, self._registration.writer)
+        try:
+            size = self._write(key, path, temporary, model_name, memory, used_ns, deadline)
+        except BaseException as error:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(temporary)
+            self.inventory.abandon(key)
+            if not isinstance(error, (OSError, ExpiredError, KvpError)):
+                raise
+            self._count_failed_store(error)
+            return Stored(False)
+        entry, replaced = self.inventory.commit(key, handle, size, used_ns)
+        self.counters.add("stored_objects")
+        self.counters.add("stored_raw_bytes", len(memory.data))
+        self.counters.add("stored_bytes", size)
+        return Stored(True, size, entry, replaced)
+
+    def lookup(self, keys: Sequence[FrameKey]) -> list[int]:
+        """Positions of the keys whose objects are there; pins these, and records their use."""
+        hits = self.inventory.pin(keys, time.time_ns(), self.params.pin_ttl_s)
+        self.counters.add("looked_up", len(keys))
+        self.counters.add("lookup_hits", len(hits))
+        return hits
+
+    def load(self, key: FrameKey, memory: Memory, deadline: float) -> bool:
+        """Reads an object into LMCache's memory.
+
+        Args:
+            key: the object's key.
+            memory: where it belongs; its content is undefined where this returns False.
+            deadline: ``time.monotonic()`` after which the memory may belong to another object.
+
+        Returns:
+            Whether the memory now is the object, every byte verified.
+        """
+        entry = self.inventory.entry(key)
+        if entry is None:
+            self.counters.add("load_misses")
+            return False
+        path = os.path.join(self.params.root, layout.object_path(key))
+        try:
+            with FrameFile(path, os.O_RDONLY) as file:
+                size = read_frame(file, key, memory, self._codec_of, self._io, deadline)
+        except FileNotFoundError:
+            self._drop(key, entry)
+        except FrameError as error:
+            self._heal(key, entry, path, error.damage.value, str(error))
+        except NotAFileError:
+            self._heal(key, entry, path, "not_a_file", "it is no regular file")
+        except CodecUnavailableError:
+            self.inventory.mark_unreadable(key, entry)
+            self.counters.add("codec_unavailable")
+        except ExpiredError:
+            self.counters.add("load_expired")
+        except OSError as error:
+            if error.errno in _TRANSIENT:
+                self.counters.add("load_errors")
+                self._warn(f"reading {path}: {reason(error)}. The object is a miss this time")
+            elif error.errno == errno.ELOOP:
+                self._heal(key, entry, path, "not_a_file", "it is a link")
+            else:
+                self._heal(key, entry, path, "io", reason(error))
+        else:
+            self.counters.add("loaded_objects")
+            self.counters.add("loaded_raw_bytes", len(memory.data))
+            self.counters.add("loaded_bytes", size)
+            return True
+        return False
+
+    def unlock(self, keys: Sequence[FrameKey]) -> None:
+        """Takes one pin off each object."""
+        self.inventory.unpin(keys)
+
+    def delete(self, key: FrameKey) -> Entry | None:
+        """Removes an object that nobody uses.
+
+        Returns:
+            What was removed, None where nothing was.
+        """
+        entry = self.inventory.take(key)
+        if entry is None:
+            self.counters.add("delete_skipped", int(self.inventory.contains(key)))
+            return None
+        path = os.path.join(self.params.root, layout.object_path(key))
+        try:
+            os.unlink(path)
+        except FileNotFoundError:
+            pass
+        except IsADirectoryError:
+            self._to_quarantine(path, "not_a_file")
+        except OSError as error:
+            self.inventory.put_back(key, entry)
+            self.counters.add("delete_errors")
+            self._warn(f"deleting {path}: {reason(error)}")
+            return None
+        self.inventory.gone(key, entry)
+        self.counters.add("deleted_objects")
+        self.counters.add("deleted_bytes", entry.size)
+        return entry
+
+    def tick(self, *, is_last: bool = False) -> None:
+        """What is due every :data:`HEARTBEAT_S` seconds: the heartbeat, times of use, sketch and daily figures."""
+        if not is_last:
+            self._registration.heartbeat()
+        for key, entry in self.inventory.take_used().items():
+            path = os.path.join(self.params.root, layout.object_path(key))
+            with contextlib.suppress(OSError):
+                os.utime(path, ns=(entry.used_ns, entry.used_ns), follow_symlinks=False)
+        self._sweep_temporary()
+        try:
+            self.counters.save()
+            if self._admission is not None:
+                self._admission.save(time.time(), is_last=is_last)
+        except (KvpError, OSError) as error:
+            self.counters.add("bookkeeping_errors")  # a full disk; the next tick tries again
+            self._warn(str(error))
+
+    def close(self) -> None:
+        """Saves what must outlive this process and lets the next server in. Nothing may be running any more."""
+        self.tick(is_last=True)
+        self._registration.remove()
+        self._lock.release()
+
+    def status(self) -> dict[str, Any]:
+        """Figures for people and monitoring; sizes in bytes."""
+        usage = self.inventory.usage()
+        root = self.params.root
+        with self._quarantine_lock:
+            quarantined = {"files": len(self._quarantine), "bytes": sum(file.size for file in self._quarantine)}
+        is_root_usable = os.access(root, os.R_OK | os.W_OK | os.X_OK)
+        return {
+            "is_healthy": is_root_usable,
+            "root": root,
+            "codec": self.params.codec,
+            "format": frames.FORMAT_NAME,
+            "capacity_bytes": self.params.capacity_bytes,
+            "used_bytes": sum(usage.values()),
+            "object_bytes": usage["objects"],
+            "objects": len(self.inventory),
+            "writing_bytes": usage["reserved"],
+            "temporary": {"files": len(self._temporary), "bytes": sum(self._temporary.values())},
+            "unknown": {"files": len(self._unknown), "bytes": sum(file.size for file in self._unknown)},
+            "quarantine": quarantined,
+            "disk_free_bytes": _free_bytes(root) if is_root_usable else 0,
+            "min_free_bytes": self.params.min_free_bytes,
+            "pinned_objects": self.inventory.pinned(),
+            "scopes": self.inventory.scopes(),
+            "scan_seconds": round(self.scan_s, 3),
+            "counters": self.counters.values(),
+            "written_bytes_by_day": self.counters.written_by_day(),
+        }
+
+    def _refusal(self, key: FrameKey, memory: Memory) -> Stored | None:
+        if self.inventory.entry(key) is not None:
+            self.counters.add("store_present")
+            return Stored(True)
+        try:
+            frames.check_key(key)
+        except ValueError:
+            self.counters.add("rejected_key")
+            return Stored(False)
+        if self._admission is not None and not self._admission.admits(key, time.time()):
+            self.counters.add("not_admitted")
+            return Stored(True)
+        length = len(memory.data)
+        worst = frames.file_length(length if self._codec is None else worst_stored_length(length))
+        answer = self.inventory.admit(key, worst)
+        if answer is Admission.GRANTED:
+            return None
+        if answer is Admission.PRESENT:
+            self.counters.add("store_present")
+            return Stored(True)
+        self.counters.add(f"rejected_{answer.value}")
+        return Stored(False)
+
+    def _write(
+        self,
+        key: FrameKey,
+        path: str,
+        temporary: str,
+        model_name: str,
+        memory: Memory,
+        used_ns: int,
+        deadline: float,
+    ) -> int:
+        self._prepare_folder(key, model_name)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+        try:
+            file = FrameFile(temporary, flags)
+        except FileNotFoundError:  # somebody purged the folder
+            self._folders.clear()
+            self._model_names.clear()
+            self._prepare_folder(key, model_name)
+            file = FrameFile(temporary, flags)
+        with file:
+            size = write_frame(file, key, memory, self._codec, self._io, deadline)
+            self.counters.add_written(size)
+            os.utime(file.descriptor, ns=(used_ns, used_ns))
+            if self.params.fsync == "data":
+                os.fdatasync(file.descriptor)
+            elif self.params.fsync == "full":
+                os.fsync(file.descriptor)
+        try:
+            os.rename(temporary, path)
+        except (IsADirectoryError, FileExistsError):  # a folder stands in an object's place
+            self._to_quarantine(path, "not_a_file")
+            os.rename(temporary, path)
+        if self.params.fsync == "full":
+            _sync_folder(os.path.dirname(path))
+        return size
+
+    def _prepare_folder(self, key: FrameKey, model_name: str) -> None:
+        folder = layout.folder(key.scope)
+        relative = f"{folder}/{key.chunk_hash[:1].hex()}"
+        if relative not in self._folders:
+            for path in (os.path.join(self.params.root, folder), os.path.join(self.params.root, relative)):
+                with contextlib.suppress(FileExistsError):
+                    os.mkdir(path, 0o700)
+                if self.params.fsync == "full":
+                    _sync_folder(os.path.dirname(path))
+            self._folders.add(relative)
+        if self._model_names.get(folder) != model_name:
+            # Written once for each start of an engine; two threads write the same.
+            _write_small(
+                os.path.join(self.params.root, folder, layout.MODEL_FILE), layout.render_model_file(model_name)
+            )
+            self._model_names[folder] = model_name
+
+    def _count_failed_store(self, error: BaseException) -> None:
+        if isinstance(error, OSError) and error.errno in _FULL:
+            self.counters.add("rejected_disk_full")
+        elif isinstance(error, ExpiredError):
+            self.counters.add("store_expired")
+        else:
+            self.counters.add("store_errors")
+            self._warn(f"storing an object: {reason(error)}")
+
+    def _codec_of(self, number: int) -> Codec:
+        codec = self._codecs.get(number)
+        if codec is None:
+            codec = self._codecs[number] = make_codec(number)
+        return codec
+
+    def _drop(self, key: FrameKey, entry: Entry) -> None:
+        self.counters.add("vanished_objects")
+        if self.inventory.take(key, only=entry) is not None:
+            self.inventory.gone(key, entry)
+            self._on_removed(entry.handle, entry.size)
+
+    def _heal(self, key: FrameKey, entry: Entry, path: str, kind: str, detail: str) -> None:
+        """Makes a damaged object a miss that the next store writes again."""
+        self.counters.add(f"damaged_{kind}")
+        if self.inventory.take(key, only=entry) is None:
+            return
+        self._warn(f"{path} is damaged ({detail}). It is a miss and moved to {layout.QUARANTINE_FOLDER}")
+        try:
+            self._to_quarantine(path, kind)
+        except OSError as error:
+            self._warn(f"moving {path} to quarantine: {reason(error)}")
+        self.inventory.gone(key, entry)
+        self._on_removed(entry.handle, entry.size)
+
+    def _to_quarantine(self, path: str, kind: str) -> None:
+        folder = os.path.join(self.params.root, layout.QUARANTINE_FOLDER)
+        os.makedirs(folder, mode=0o700, exist_ok=True)
+        parent = os.path.basename(os.path.dirname(os.path.dirname(path)))
+        name = f"{time.time_ns()}-{kind}-{parent}-{os.path.basename(path)}"[:250]
+        target = f"{layout.QUARANTINE_FOLDER}/{name}"
+        size = path_size(path)
+        self.inventory.add_other_bytes(size)
+        try:
+            os.rename(path, os.path.join(self.params.root, target))
+        except FileNotFoundError:
+            self.inventory.add_other_bytes(-size)
+            return
+        except OSError:
+            self.inventory.add_other_bytes(-size)
+            raise
+        with self._quarantine_lock:
+            self._quarantine.append(OtherFile(target, size, time.time()))
+            self._trim_quarantine()
+
+    def _trim_quarantine(self) -> None:
+        limit = self.params.quarantine_limit()
+        while self._quarantine and sum(file.size for file in self._quarantine) > limit:
+            oldest = self._quarantine.popleft()
+            try:
+                _remove(os.path.join(self.params.root, oldest.path))
+            except FileNotFoundError:
+                pass  # an operator took it away
+            except OSError as error:
+                self._warn(f"removing {oldest.path} from quarantine: {reason(error)}")
+                continue
+            self.inventory.add_other_bytes(-oldest.size)
+            self.counters.add("quarantine_removed")
+
+    def _take_over(self, content: CacheContent, make_handle: Callable[[FrameKey, str], Any]) -> None:
+        """Makes an earlier run's files this one's."""
+        root = self.params.root
+        self._model_names = content.model_names
+        for used_ns, key, size, model_name in content.objects:
+            self.inventory.add(key, make_handle(key, model_name), size, used_ns)
+        self._quarantine.extend(content.quarantined)
+        self._unknown = content.unknown
+        self._temporary = {file.path: file.size for file in content.temporary}
+        others = [*content.quarantined, *content.unknown, *content.temporary]
+        self.inventory.add_other_bytes(sum(file.size for file in others))
+        self._sweep_temporary()
+        for file in content.damaged:
+            self.counters.add("damaged_at_start")
+            self._to_quarantine(os.path.join(root, file.path), "start")
+        with self._quarantine_lock:
+            self._trim_quarantine()
+
+    def _sweep_temporary(self) -> None:
+        """Removes what dead writers left, and counts the rest against the cap at its present size."""
+        if not self._temporary:
+            return
+        root, now = self.params.root, time.time()
+        observer = Observer(root, self._registration.marker, now)
+        for path, counted in list(self._temporary.items()):
+            full = os.path.join(root, path)
+            try:
+                status = os.lstat(full)
+                writer = layout.parse_temporary_name(os.path.basename(path)) or ""
+                if may_remove_temporary(observer.state(writer), now - status.st_mtime):
+                    os.unlink(full)
+                    self.counters.add("temporary_removed")
+                    raise FileNotFoundError
+            except FileNotFoundError:
+                del self._temporary[path]
+                self.inventory.add_other_bytes(-counted)
+                continue
+            except OSError as error:
+                self._warn(f"removing {full}: {reason(error)}")
+                continue
+            self._temporary[path] = whole_pages(status.st_size)
+            self.inventory.add_other_bytes(self._temporary[path] - counted)
+        observer.remove_dead_markers()
+
+
+def _prepare_root(root: str) -> None:
+    try:
+        os.makedirs(root, mode=0o700, exist_ok=True)
+        if os.stat(root).st_mode & 0o077:
+            os.chmod(root, 0o700)  # KV can be turned back into the text it came from
+    except OSError as error:
+        raise UsageError(f"preparing {root}", reason(error), "Give the cache server a folder it owns.") from None
+
+
+def _free_bytes(root: str) -> int:
+    status = os.statvfs(root)
+    return status.f_bavail * status.f_frsize
+
+
+def _remove(path: str) -> None:
+    try:
+        os.unlink(path)
+    except IsADirectoryError:
+        shutil.rmtree(path)
+
+
+def _write_small(path: str, text: str) -> None:
+    temporary = f"{path}.{threading.get_ident()}.new"
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    try:
+        os.write(descriptor, text.encode())
+    finally:
+        os.close(descriptor)
+    os.rename(temporary, path)
+
+
+def _sync_folder(path: str) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
