@@ -153,7 +153,7 @@ def test_the_engine_runs_plainly_with_kv_persist_off_and_comes_back(demo: Demo) 
         ("kvp_model_dir=/nowhere", "The model folder /nowhere does not exist"),
         ("kvp_model_revision=main", "KVP_MODEL_REVISION must be a full 40-hex SHA"),
         ("kvp_codec=fp8", "LMCACHE_L2_SERDE=fp8 is LOSSY and is not supported"),
-        ("kvp_codec=brotli", "LMCACHE_L2_SERDE=brotli is not a codec of fs_native"),
+        ("kvp_codec=brotli", "LMCACHE_L2_SERDE=brotli is not a codec of kvpersist"),
         ("kvp_cache_budget_gb=10000000", "Lower kvp_cache_budget_gb or use a larger disk"),
         ("kvp_cache_port=70000", "kvp_cache_port must be at most 65535"),
         ("cache_server_venv=/nowhere", "ERROR: lmcache CLI missing"),

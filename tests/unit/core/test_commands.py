@@ -21,10 +21,11 @@ from kvpersist.core.commands import (
     l2_adapter_config,
     served_path,
 )
-from kvpersist.core.deployment import BACKENDS, Deployment, deployment_from_values
+from kvpersist.core.deployment import Deployment, deployment_from_values
 from kvpersist.core.engine_args import HARMLESS, OWNED, parse_options
 from kvpersist.core.errors import UsageError
 from kvpersist.core.identity import model_path
+from kvpersist.core.l2_backends import BACKENDS, backend_of, codec_of
 from kvpersist.core.settings import validate
 
 Deploy = Callable[..., Deployment]
@@ -110,7 +111,9 @@ def test_cache_server_in_docker(deploy: Deploy) -> None:
         *("--gpus", "all", "--ulimit", "memlock=-1", "--security-opt", "no-new-privileges"),
         *("--env", "DO_NOT_TRACK=1", "--env", "LMCACHE_DISABLE_BANNER=1"),
         *("--env", "LMCACHE_LOG_LEVEL=DEBUG", "--env", "LMCACHE_TRACK_USAGE=false"),
+        *("--env", "PYTHONPATH=/opt/kvpersist/runtime"),
         *("--volume", "/var/lib/kv-persistence/l2:/var/lib/kv-persistence/l2"),
+        *("--volume", "/opt/kvpersist/runtime:/opt/kvpersist/runtime:ro"),
     ]
     assert argv[entry:] == ["--entrypoint", "lmcache", CACHE_IMAGE, *cache_arguments(cache)]
 
@@ -196,13 +199,54 @@ def test_the_connector_is_lmcache_s_own_and_recomputes_what_it_cannot_load(deplo
 
 @every_mode
 @every_device
-def test_the_disk_tier_always_evicts(mode: str, device: str, deploy: Deploy) -> None:
+@pytest.mark.parametrize("backend", sorted(BACKENDS))
+def test_the_disk_tier_always_evicts(mode: str, device: str, backend: str, deploy: Deploy) -> None:
     deployment = deploy(
-        mode, device, kvp_cache_root="/nvme/l2", cache_server_evict_trigger_watermark=0.8, cache_server_evict_ratio=0.2
+        mode,
+        device,
+        cache_server_l2_backend=backend,
+        cache_server_evict_trigger_watermark=0.8,
+        cache_server_evict_ratio=0.2,
     )
     adapter = json.loads(single(cache_argv(deployment.cache), "--l2-adapter"))
     assert adapter["eviction"] == {"eviction_policy": "LRU", "trigger_watermark": 0.8, "eviction_ratio": 0.2}
-    assert (adapter["type"], adapter["base_path"]) == ("fs_native", "/nvme/l2")
+
+
+@pytest.mark.parametrize("backend", sorted(BACKENDS))
+def test_a_backend_is_recognised_by_its_own_json(backend: str, deploy: Deploy) -> None:
+    config = l2_adapter_config(deploy(cache_server_l2_backend=backend).cache)
+    assert backend_of(config) is BACKENDS[backend]
+    assert codec_of(config) == "none"
+
+
+def test_a_plugin_of_somebody_else_is_not_taken_for_ours() -> None:
+    assert backend_of({"type": "plugin", "module_path": "other.adapter", "class_name": "KvPersistL2Adapter"}) is None
+    assert codec_of({"type": "fs_native", "serde": {"type": "fp8"}}) != "none"
+
+
+def test_the_projects_own_disk_tier(deploy: Deploy) -> None:
+    cache = deploy(kvp_cache_root="/nvme/l2", kvp_codec="zstd", kvp_cache_budget_gb=2, kvp_cache_min_free_gb=0.5).cache
+    adapter = l2_adapter_config(cache)
+    assert (adapter["type"], adapter["module_path"]) == ("plugin", "kvpersist_l2.adapter")
+    assert adapter["adapter_params"] == {
+        "root": "/nvme/l2",
+        "capacity_bytes": 2_000_000_000,
+        "min_free_bytes": 500_000_000,
+        "codec": "zstd",
+    }
+
+
+def test_lmcaches_own_disk_tier_needs_no_packages_of_ours(deploy: Deploy) -> None:
+    cache = deploy(kvp_cache_root="/nvme/l2", cache_server_l2_backend="fs_native").cache
+    assert l2_adapter_config(cache)["base_path"] == "/nvme/l2"
+    assert "PYTHONPATH" not in cache_environment(cache)
+
+
+def capacity(adapter: dict[str, Any]) -> int:
+    """Bytes as the adapter reads them."""
+    if "adapter_params" in adapter:
+        return adapter["adapter_params"]["capacity_bytes"]
+    return int(adapter["max_capacity_gb"] * 1024**3)
 
 
 @given(st.integers(1, 100_000_000))
@@ -210,15 +254,17 @@ def test_the_budget_arrives_to_the_byte(thousandths: int) -> None:
     """As LMCache reads it (0.5.6, ``native_connector_l2_adapter.py``): ``int(max_capacity_gb * 1024**3)``."""
     settings = {"kvp_model_dir": "/m", "kvp_model_id": "m", "kvp_model_family": "m", "kvp_launch_mode": "host"}
     budget = f"{thousandths // 1000}.{thousandths % 1000:03}"
-    cache = deployment_from_values(validate({**settings, "kvp_cache_budget_gb": budget}, "testing")).cache
-    received = json.loads(single(cache_argv(cache), "--l2-adapter"))["max_capacity_gb"]
-    assert int(received * 1024**3) == thousandths * 1_000_000
+    for backend in BACKENDS:
+        values = {**settings, "kvp_cache_budget_gb": budget, "cache_server_l2_backend": backend}
+        cache = deployment_from_values(validate(values, "testing")).cache
+        assert capacity(json.loads(single(cache_argv(cache), "--l2-adapter"))) == thousandths * 1_000_000
 
 
 @pytest.mark.parametrize("budget", [1.001, 4.35, 1500.0, 0.001, 2.007])
 def test_the_budget_arrives_to_the_byte_where_a_product_of_floats_falls_short(budget: float, deploy: Deploy) -> None:
-    received = l2_adapter_config(deploy(kvp_cache_budget_gb=budget).cache)["max_capacity_gb"]
-    assert int(received * 1024**3) == round(budget * 1000) * 1_000_000
+    for backend in BACKENDS:
+        cache = deploy(kvp_cache_budget_gb=budget, cache_server_l2_backend=backend).cache
+        assert capacity(l2_adapter_config(cache)) == round(budget * 1000) * 1_000_000
 
 
 @pytest.mark.parametrize(("size", "first"), [(64, "20"), (20, "20"), (1.5, "1.5"), (0.1, "0.1")])

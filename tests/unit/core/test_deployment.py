@@ -17,7 +17,12 @@ DIGEST = "sha256:" + "a" * 64
     ("mode", "device", "overrides", "problem"),
     [
         ("host", "cuda", {"kvp_codec": "fp8"}, "LMCACHE_L2_SERDE=fp8 is LOSSY and is not supported (kvp_codec)"),
-        ("host", "cuda", {"kvp_codec": "zip"}, "LMCACHE_L2_SERDE=zip is not a codec of fs_native, which has none"),
+        (
+            "host",
+            "cuda",
+            {"kvp_codec": "zip"},
+            "LMCACHE_L2_SERDE=zip is not a codec of kvpersist, which has none",
+        ),
         ("host", "cuda", {"kvp_cache_host": "10.0.0.5"}, "kvp_cache_host 10.0.0.5 is not loopback"),
         ("host", "cuda", {"kvp_cache_host": "0.0.0.0"}, "kvp_cache_host 0.0.0.0 is not loopback"),  # noqa: S104
         ("host", "cuda", {"kvp_cache_host": "127.0.0.1.example.org"}, "is not loopback"),

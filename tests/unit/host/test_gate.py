@@ -126,7 +126,7 @@ def test_the_gate_writes_nothing(running: Running) -> None:
         ("KVP_LMCACHE_VERSION=0.5.6", "KVP_LMCACHE_VERSION=0.5.5", "lmcache_version", ("0.5.5", "0.5.6")),
         ("KVP_ENGINE_FLAGS=none", "KVP_ENGINE_FLAGS=other", "engine_flags", ("other", "none")),
         ("KVP_OBJECT_GROUPS=0", "KVP_OBJECT_GROUPS=1", "object_groups", (True, False)),
-        ("KVP_L2_FORMAT=raw", "KVP_L2_FORMAT=cooked", "l2_format", ("cooked", "raw")),
+        ("KVP_L2_FORMAT=kvpersist-frame-v1", "KVP_L2_FORMAT=raw", "l2_format", ("raw", "kvpersist-frame-v1")),
     ],
 )
 def test_an_edited_identity_is_a_mismatch_naming_field_and_both_values(

@@ -128,7 +128,7 @@ def test_missing_settings_fail_as_ansible_says_it(run: Any, name: str) -> None:
     [
         ("kvp_model_revision", "main", "must be a full 40-hex SHA"),
         ("kvp_codec", "fp8", "is LOSSY and is not supported"),
-        ("kvp_codec", "zstd", "is not a codec of fs_native"),
+        ("kvp_codec", "brotli", "is not a codec of kvpersist"),
         ("kvp_chunk_size", 100, "is not a multiple of vllm_engine_block_size"),
         ("kvp_cache_host", "10.0.0.1", "is not loopback"),
         ("vllm_engine_extra_args", "--port 1", "--port has a variable of their own"),

@@ -8,6 +8,7 @@ from typing import Any
 
 from .deployment import CacheServer, Engine
 from .errors import UsageError
+from .l2_backends import BACKENDS, Tier, adapter_config
 from .settings import to_text
 
 # LMCache's own connector; vLLM's copy calls torch.cuda and lags behind the server's protocol.
@@ -22,28 +23,21 @@ CACHE_MODULE = "lmcache.cli.main"
 _QUIET = {"LMCACHE_TRACK_USAGE": "false", "LMCACHE_DISABLE_BANNER": "1", "DO_NOT_TRACK": "1"}
 _ENGINE_QUIET = {**_QUIET, "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
 
-_GIB = 1024**3
 # LMCache's own default of --l1-init-size-gb, which must not exceed the whole L1.
 _L1_FIRST_ALLOCATION_GB = 20.0
 
 
 def l2_adapter_config(cache: CacheServer) -> dict[str, Any]:
-    """JSON of ``--l2-adapter``.
-
-    The eviction block is always there: without it ``max_capacity_gb`` bounds nothing. LMCache reads that capacity as
-    GiB (0.5.6, ``native_connector_l2_adapter.py``); dividing whole bytes by a power of two is exact, so the budget in
-    GB arrives to the byte.
-    """
-    return {
-        "type": cache.l2_backend,
-        "base_path": cache.root,
-        "max_capacity_gb": round(cache.budget_gb * 1e9) / _GIB,
-        "eviction": {
-            "eviction_policy": "LRU",
-            "trigger_watermark": cache.evict_trigger_watermark,
-            "eviction_ratio": cache.evict_ratio,
-        },
-    }
+    """JSON of ``--l2-adapter``. Budgets in GB become bytes here, exactly."""
+    tier = Tier(
+        root=cache.root,
+        capacity_bytes=round(cache.budget_gb * 1e9),
+        min_free_bytes=round(cache.min_free_gb * 1e9),
+        codec=cache.codec,
+        trigger_watermark=cache.evict_trigger_watermark,
+        eviction_ratio=cache.evict_ratio,
+    )
+    return adapter_config(cache.l2_backend, tier)
 
 
 def cache_arguments(cache: CacheServer) -> list[str]:
@@ -67,16 +61,21 @@ def cache_arguments(cache: CacheServer) -> list[str]:
 
 def cache_environment(cache: CacheServer) -> dict[str, str]:
     """Environment variables of the cache server."""
-    return {**_QUIET, "LMCACHE_LOG_LEVEL": cache.log_level}
+    environment = {**_QUIET, "LMCACHE_LOG_LEVEL": cache.log_level}
+    if BACKENDS[cache.l2_backend].needs_runtime:
+        environment["PYTHONPATH"] = cache.runtime_dir
+    return environment
 
 
 def cache_argv(cache: CacheServer) -> list[str]:
     """The whole command of the cache server: the program itself, or ``docker run``."""
     if cache.launch_mode == "host":
         return [f"{cache.venv}/bin/python", "-m", CACHE_MODULE, *cache_arguments(cache)]
+    needs_runtime = BACKENDS[cache.l2_backend].needs_runtime
     return [
         *_docker_run(CACHE_CONTAINER, cache.device, cache_environment(cache)),
         *("--volume", f"{cache.root}:{cache.root}"),
+        *(("--volume", f"{cache.runtime_dir}:{cache.runtime_dir}:ro") if needs_runtime else ()),
         *("--entrypoint", "lmcache", cache.image),
         *cache_arguments(cache),
     ]

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .errors import UsageError
+from .l2_backends import BACKENDS, LOSSY_CODECS
 from .settings import Value
 
 _PINNED_IMAGE = re.compile(r"[^\s@]+@sha256:[0-9a-f]{64}\Z")
@@ -17,28 +18,11 @@ _LOOPBACK = ("127.0.0.1", "localhost")
 
 
 @dataclass(frozen=True)
-class Backend:
-    """Limits of one L2 adapter of LMCache.
-
-    Attributes:
-        codecs: what it can compress with.
-        file_format: name of its file format, an identity field.
-        longest_model_path: characters that its file names leave for the value of ``--model``.
-    """
-
-    codecs: tuple[str, ...]
-    file_format: str
-    longest_model_path: int
-
-
-# fs_native (lmcache 0.5.6) appends rank, group, chunk hash and a temporary suffix, in a name of at most 255 bytes.
-BACKENDS: Mapping[str, Backend] = {"fs_native": Backend(("none",), "raw", 172)}
-LOSSY_CODECS = ("fp8", "turboquant", "lbq", "cachegen", "kivi")
-
-
-@dataclass(frozen=True)
 class CacheServer:
-    """The LMCache server of one host. Sizes in GB are 10^9 bytes except where LMCache defines its own unit."""
+    """The LMCache server of one host. Sizes in GB are 10^9 bytes except where LMCache defines its own unit.
+
+    ``runtime_dir`` holds this project's packages for LMCache's process, where the L2 backend needs them.
+    """
 
     launch_mode: str
     device: str
@@ -52,10 +36,12 @@ class CacheServer:
     l2_backend: str
     root: str
     budget_gb: float
+    min_free_gb: float
     evict_trigger_watermark: float
     evict_ratio: float
     codec: str
     log_level: str
+    runtime_dir: str
 
     @property
     def http_url(self) -> str:
@@ -116,7 +102,6 @@ class Deployment:
     state_dir: str
     log_dir: str
     service_manager: str
-    cache_min_free_gb: float
     cache_device: str
     cache: CacheServer
     engine: Engine
@@ -144,10 +129,12 @@ def deployment_from_values(values: Mapping[str, Value]) -> Deployment:
         l2_backend=own["cache_server_l2_backend"],
         root=own["kvp_cache_root"],
         budget_gb=own["kvp_cache_budget_gb"],
+        min_free_gb=own["kvp_cache_min_free_gb"],
         evict_trigger_watermark=own["cache_server_evict_trigger_watermark"],
         evict_ratio=own["cache_server_evict_ratio"],
         codec=own["kvp_codec"],
         log_level=own["cache_server_log_level"],
+        runtime_dir=f"{own['kvp_home']}/runtime",
         **shared,
     )
     engine = Engine(
@@ -187,7 +174,6 @@ def deployment_from_values(values: Mapping[str, Value]) -> Deployment:
         state_dir=own["kvp_state_dir"],
         log_dir=own["kvp_log_dir"],
         service_manager=own["kvp_service_manager"],
-        cache_min_free_gb=own["kvp_cache_min_free_gb"],
         cache_device=own["kvp_cache_device"],
         cache=cache,
         engine=engine,

@@ -341,14 +341,14 @@ SETTINGS: tuple[Setting, ...] = (
     Setting(
         "cache_server_l2_backend",
         "choice",
-        "fs_native",
+        "kvpersist",
         Meaning(
-            "LMCache adapter of the L2 tier.",
-            "Адаптер LMCache для уровня L2.",
-            "L2 层使用的 LMCache 适配器。",
+            "LMCache adapter of the L2 tier: this project's own, or LMCache's fs_native.",
+            "Адаптер LMCache для уровня L2: собственный адаптер проекта или fs_native из LMCache.",
+            "L2 层使用的 LMCache 适配器：本项目自带的，或 LMCache 的 fs_native。",
         ),
         _cache("KVP_L2_BACKEND"),
-        choices=("fs_native",),
+        choices=("kvpersist", "fs_native"),
     ),
     Setting(
         "cache_server_l1_size_gb",

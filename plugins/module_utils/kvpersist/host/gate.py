@@ -7,11 +7,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..core import commands
-from ..core.deployment import BACKENDS, Deployment
+from ..core.deployment import Deployment
 from ..core.engine_args import layout_flags, parse_options, positive_option
 from ..core.errors import KvpError
 from ..core.gate import Unreadable, Verdict, compare
 from ..core.identity import Identity, resolve_kv_cache_dtype
+from ..core.l2_backends import backend_of, codec_of
 from .environments import engine_build, lmcache_version
 from .hashing import HashCache
 from .http import get_json
@@ -114,7 +115,7 @@ def _from_cache(cache: _Running | Unreadable) -> dict[str, Any]:
         "chunk_size": _of(cache, lambda run: run.number("--chunk-size")),
         "hash_algorithm": _of(cache, lambda run: run.value("--hash-algorithm")),
         "object_groups": _of(cache, lambda run: "--separate-object-groups" in run.options),
-        "codec": _of(adapter, lambda config: "none" if "serde" not in config else json.dumps(config["serde"])),
+        "codec": _of(adapter, codec_of),
         "l2_format": _of(adapter, _file_format),
     }
 
@@ -182,7 +183,7 @@ def _json_option(run: _Running, name: str) -> Any:
 
 
 def _file_format(config: Mapping[str, Any]) -> Any:
-    backend = BACKENDS.get(str(config.get("type")))
+    backend = backend_of(config)
     return (
         backend.file_format if backend else Unreadable(f"adapter {config.get('type')!r} is unknown", "Use a known one")
     )

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..core import commands
-from ..core.deployment import BACKENDS, CacheServer, Deployment, Engine
+from ..core.deployment import CacheServer, Deployment, Engine
 from ..core.engine_args import check_extra_args, layout_flags, parse_options, positive_option
 from ..core.errors import MismatchError, UsageError
 from ..core.identity import IDENTITY_ENV, Identity, differences, model_path, resolve_kv_cache_dtype
+from ..core.l2_backends import BACKENDS
 from .deployment import load_identity
 from .environments import engine_build, lmcache_version
 from .hashing import HashCache, Progress

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from ..core.deployment import Deployment
 from ..core.errors import KvpError
 from ..core.geometry import geometry_from_config
-from .environments import engine_build, lmcache_version
+from .environments import distribution_version, engine_build, lmcache_version
 from .files import read_json, tree_bytes
 from .identity import check_model_path
 from .model_folder import tokenizer_files, weight_shards
@@ -19,6 +19,7 @@ from .services import CACHE_SERVICE, ENGINE_SERVICE, ServiceManager, resolved_ma
 
 # sockaddr_un holds 108 bytes with the closing NUL (unix(7)); supervisord binds a name with its pid appended first.
 _LONGEST_SOCKET_PATH = 97
+_CODEC_PACKAGES = {"zstd": "zstandard", "lz4": "lz4"}
 _NETWORK_FILESYSTEMS = ("nfs", "nfs4", "cifs", "smb3", "9p", "ceph", "glusterfs", "fuse.sshfs", "lustre")
 
 
@@ -58,6 +59,9 @@ def _programs(deployment: Deployment) -> Iterable[str]:
         if os.path.isdir(venv) and not os.access(f"{venv}/bin/python", os.X_OK):
             yield f"{venv}/bin/python is missing or cannot be run. Make the virtual environment again."
     yield from _full_cli(deployment.cache.venv)
+    package = _CODEC_PACKAGES.get(deployment.cache.codec)
+    if package and distribution_version(deployment.cache.venv, package) is None:
+        yield f"CodecError: {package} python bindings not installed in {deployment.cache.venv}. Install {package}."
 
 
 def _full_cli(venv: str) -> Iterable[str]:
@@ -105,7 +109,7 @@ def _disk(deployment: Deployment) -> Iterable[str]:
         yield f"{root} lies on {kind}, where a rename is not atomic. Set kvp_cache_root to a local disk."
     usage = shutil.disk_usage(existing)
     held = tree_bytes(root)
-    budget, floor = deployment.cache.budget_gb * 1e9, deployment.cache_min_free_gb * 1e9
+    budget, floor = deployment.cache.budget_gb * 1e9, deployment.cache.min_free_gb * 1e9
     if usage.free + held < budget + floor:
         yield (
             f"{root} has {(usage.free + held) / 1e9:.1f} GB for a budget of {budget / 1e9:.1f} GB and "
