@@ -226,14 +226,13 @@ class Tier:
 
     def tick(self, *, is_last: bool = False) -> None:
         """What is due every :data:`HEARTBEAT_S` seconds: the heartbeat, times of use, sketch and daily figures."""
-        if not is_last:
-            self._registration.heartbeat()
         for key, entry in self.inventory.take_used().items():
             path = os.path.join(self.params.root, layout.object_path(key))
             with contextlib.suppress(OSError):
                 os.utime(path, ns=(entry.used_ns, entry.used_ns), follow_symlinks=False)
         self._sweep_temporary()
         try:
+            self._registration.heartbeat()
             self.counters.save()
             if self._admission is not None:
                 self._admission.save(time.time(), is_last=is_last)
@@ -309,6 +308,7 @@ class Tier:
         used_ns: int,
         deadline: float,
     ) -> int:
+        self._registration.ensure()
         self._prepare_folder(key, model_name)
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
         try:
