@@ -12,7 +12,7 @@ LEAST: dict[str, Any] = {"root": "/var/cache/kv", "capacity_bytes": 1_000_000}
 def test_the_least_that_must_be_said() -> None:
     params = parse_params(LEAST)
     assert (params.codec, params.fsync, params.io, params.admission) == ("none", "none", "auto", "always")
-    assert params.thread_count() >= 2
+    assert 8 <= params.thread_count() <= 16
     assert params.quarantine_limit() == 20_000
 
 
