@@ -280,6 +280,18 @@ class KvPersistL2Adapter(L2AdapterInterface):
         return run
 
     def _finish_store(self, task: int, keys: list[ObjectKey], results: list[Stored | None]) -> None:
+        written = sum(stored.written for stored in results if stored is not None)
+        is_success = all(stored is not None and stored.is_success for stored in results)
+        try:
+            self._announce(keys, results)
+        except Exception:
+            # A listener failed. Without a result LMCache would keep the task's memory locked.
+            logger.exception("Disk tier: announcing %d stored objects", len(keys))
+        with self._lock:
+            self._stores[task] = L2StoreResult(is_success, written)
+        self._signal(self._store_event)
+
+    def _announce(self, keys: list[ObjectKey], results: list[Stored | None]) -> None:
         landed: list[Entry] = []
         for key, stored in zip(keys, results):
             if stored is None or stored.entry is None:
@@ -291,11 +303,6 @@ class KvPersistL2Adapter(L2AdapterInterface):
         if landed:
             # One call for the task, in the request's order, which is what the LRU policy relies on.
             self._notify_keys_stored([entry.handle for entry in landed], [entry.size for entry in landed])
-        written = sum(stored.written for stored in results if stored is not None)
-        is_success = all(stored is not None and stored.is_success for stored in results)
-        with self._lock:
-            self._stores[task] = L2StoreResult(is_success, written)
-        self._signal(self._store_event)
 
     def _delete(self, keys: list[ObjectKey]) -> None:
         handles: list[ObjectKey] = []

@@ -181,7 +181,8 @@ def _zstd() -> Functions:
     def grow(blob: Any, length: int) -> bytes:
         if zstandard.frame_content_size(blob) != length:  # before memory is reserved for what it claims
             raise FrameError(Damage.LENGTH, "a zstd frame is of another length than its plane")
-        return decompressor.decompress(blob, max_output_size=length)
+        data: bytes = decompressor.decompress(blob, max_output_size=length)
+        return data
 
     return compressor.compress, grow
 

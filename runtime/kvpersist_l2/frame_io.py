@@ -12,6 +12,7 @@ import os
 import stat
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Callable
 
@@ -127,33 +128,37 @@ class FrameFile:
         """Leaves the page cache aside from now on, where the filesystem can."""
         self._is_direct = self._set_direct(True)
 
-    def read(self, view: memoryview, offset: int) -> None:
-        """Fills a buffer.
+    def read(self, views: Sequence[memoryview], offset: int) -> None:
+        """Fills buffers, one after the other.
 
         Raises:
             FrameError: where the file ends before.
         """
-        done = 0
-        while done < len(view):
+        left = list(views)
+        while left:
             try:
-                count = os.preadv(self.descriptor, [view[done:]], offset + done)
+                count = os.preadv(self.descriptor, left, offset)
             except OSError:
                 if not self._leave_direct():
                     raise
                 continue
             if not count:
-                raise FrameError(Damage.TRUNCATED, f"it ends at {offset + done} bytes")
-            done += count
+                raise FrameError(Damage.TRUNCATED, f"it ends at {offset} bytes")
+            offset += count
+            left = _after(left, count)
 
-    def write(self, view: memoryview, offset: int) -> None:
-        """Writes a buffer."""
-        done = 0
-        while done < len(view):
+    def write(self, views: Sequence[memoryview], offset: int) -> None:
+        """Writes buffers, one after the other."""
+        left = list(views)
+        while left:
             try:
-                done += os.pwrite(self.descriptor, view[done:], offset + done)
+                count = os.pwritev(self.descriptor, left, offset)
             except OSError:
                 if not self._leave_direct():
                     raise
+                continue
+            offset += count
+            left = _after(left, count)
 
     def is_cached(self, view: memoryview, offset: int) -> bool:
         """Whether the page cache holds a part of the file, told by reading it without waiting for the device."""
@@ -178,6 +183,15 @@ class FrameFile:
         return wanted
 
 
+def _after(views: list[memoryview], count: int) -> list[memoryview]:
+    """What is left of buffers once their first bytes are done."""
+    for number, view in enumerate(views):
+        if count < len(view):
+            return [view[count:], *views[number + 1 :]]
+        count -= len(view)
+    return []
+
+
 def write_frame(file: FrameFile, key: FrameKey, memory: Memory, codec: Codec | None, io: Io, deadline: float) -> int:
     """Writes a frame into a new file.
 
@@ -199,15 +213,17 @@ def write_frame(file: FrameFile, key: FrameKey, memory: Memory, codec: Codec | N
     raw_length = len(memory.data)
     if memory.is_aligned and io.writes_directly():
         file.go_direct()
+    held: list[memoryview] = []
     if codec is None:
-        stored_length, checksum = raw_length, _write_raw(file, memory.data, io, deadline)
+        stored_length = raw_length
+        checksum, held = _write_raw(file, memory.data, io, deadline)
     else:
         stored_length, checksum = _write_pieces(file, memory, codec, io, deadline)
     number, piece = (frames.CODEC_NONE, 0) if codec is None else (codec.number, PIECE)
     page = io.scratch.header
     frames.pack_header(page, Header(key, number, memory.element_size, raw_length, stored_length, piece))
     frames.seal(page, io.crc32(page, checksum))
-    file.write(page, 0)
+    file.write([page, *held], 0)
     _check(deadline)
     return frames.file_length(stored_length)
 
@@ -243,13 +259,17 @@ def read_frame(
     last = size - PAGE
     if memory.is_aligned and io.reads_directly(size, lambda: file.is_cached(page, 0) and file.is_cached(tail, last)):
         file.go_direct()
-    file.read(page, 0)
+    # An object stored as it is has this length; its first piece then comes with the header page, in one call.
+    first = memory.data[: min(file.piece, len(memory.data) // PAGE * PAGE)]
+    if size != frames.file_length(len(memory.data)):
+        first = first[:0]
+    file.read([page, first] if first else [page], 0)
     header = frames.parse_header(page, size)
     frames.check_key_matches(header, key)
     if header.raw_length != len(memory.data):
         raise FrameError(Damage.LENGTH, f"{header.raw_length} bytes, the object has {len(memory.data)}")
     if header.codec == frames.CODEC_NONE:
-        checksum = _read_raw(file, memory, io, deadline)
+        checksum = _read_raw(file, memory.data, len(first), io, deadline)
     else:
         checksum = _read_pieces(file, header, memory.data, codecs(header.codec), io, deadline)
     frames.check_checksum(page, header, checksum, io.crc32)
@@ -262,38 +282,46 @@ def _check(deadline: float) -> None:
         raise ExpiredError
 
 
-def _write_raw(file: FrameFile, data: memoryview, io: Io, deadline: float) -> int:
+def _write_raw(file: FrameFile, data: memoryview, io: Io, deadline: float) -> tuple[int, list[memoryview]]:
+    """Writes an object as it is, but for what is so small that it is better written together with the header page."""
     aligned = len(data) // PAGE * PAGE
     checksum = position = 0
+    held: list[memoryview] = []
     while position < aligned:
         _check(deadline)
         part = data[position : min(position + file.piece, aligned)]
         checksum = io.crc32(part, checksum)
-        file.write(part, PAGE + position)
+        if len(part) == aligned:
+            held = [part]
+        else:
+            file.write([part], PAGE + position)
         position += len(part)
     if aligned == len(data):
-        return checksum
+        return checksum, held
     rest, tail = len(data) - aligned, io.scratch.tail
     tail[:rest] = data[aligned:]
     tail[rest:] = _ZERO[rest:]
-    file.write(tail, PAGE + aligned)
-    return io.crc32(tail, checksum)
+    checksum = io.crc32(tail, checksum)
+    if held or not aligned:
+        return checksum, [*held, tail]
+    file.write([tail], PAGE + aligned)
+    return checksum, []
 
 
-def _read_raw(file: FrameFile, memory: Memory, io: Io, deadline: float) -> int:
-    data = memory.data
+def _read_raw(file: FrameFile, data: memoryview, done: int, io: Io, deadline: float) -> int:
+    """Reads an object that is stored as it is, of which the first ``done`` bytes are there."""
     aligned = len(data) // PAGE * PAGE
-    checksum = position = 0
-    while position < aligned:
+    checksum = io.crc32(data[:done], 0)
+    while done < aligned:
         _check(deadline)
-        part = data[position : min(position + file.piece, aligned)]
-        file.read(part, PAGE + position)
+        part = data[done : min(done + file.piece, aligned)]
+        file.read([part], PAGE + done)
         checksum = io.crc32(part, checksum)
-        position += len(part)
+        done += len(part)
     if aligned == len(data):
         return checksum
     tail = io.scratch.tail
-    file.read(tail, PAGE + aligned)
+    file.read([tail], PAGE + aligned)
     data[aligned:] = tail[: len(data) - aligned]
     return io.crc32(tail, checksum)
 
@@ -305,7 +333,7 @@ def _write_pieces(file: FrameFile, memory: Memory, codec: Codec, io: Io, deadlin
     def flush(length: int) -> None:
         nonlocal filled, stored, checksum
         checksum = io.crc32(staging[:length], checksum)
-        file.write(staging[:length], PAGE + stored)
+        file.write([staging[:length]], PAGE + stored)
         stored += length
         rest = filled - length
         staging[:rest] = staging[length:filled]
@@ -343,7 +371,7 @@ def _read_pieces(file: FrameFile, header: Header, data: memoryview, codec: Codec
             start = _STAGING_KEPT - len(left)
             staging[start:_STAGING_KEPT] = left
             chunk = staging[_STAGING_KEPT : _STAGING_KEPT + length]
-            file.read(chunk, PAGE + position)
+            file.read([chunk], PAGE + position)
             checksum = io.crc32(chunk, checksum)
             position += length
             useful = min(length, unread)

@@ -22,7 +22,8 @@ class Admission(enum.Enum):
 
     GRANTED = "granted"
     PRESENT = "present"
-    BUSY = "busy"
+    WRITING = "writing"
+    LEAVING = "leaving"
     CAPACITY = "capacity"
     FREE_SPACE = "free_space"
 
@@ -139,8 +140,10 @@ class Inventory:
             entry = self._entries.get(key)
             if entry is not None and entry.is_readable:
                 return Admission.PRESENT
-            if key in self._writing or key in self._leaving:
-                return Admission.BUSY
+            if key in self._writing:
+                return Admission.WRITING
+            if key in self._leaving:
+                return Admission.LEAVING
             if self._object_bytes + self._reserved_bytes + self._other_bytes + size > self._capacity:
                 return Admission.CAPACITY
             # Bytes reserved by others may be written already; counting them twice errs on the safe side.

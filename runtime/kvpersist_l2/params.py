@@ -60,7 +60,8 @@ class Params:
 
     def thread_count(self) -> int:
         """Threads to start."""
-        return self.threads or min(8, max(2, os.cpu_count() or 2))
+        # More than there are CPUs on a small host: a thread mostly waits for the device, which wants several requests.
+        return self.threads or min(16, max(8, os.cpu_count() or 8))
 
     def quarantine_limit(self) -> int:
         """Bytes of damaged files to keep."""

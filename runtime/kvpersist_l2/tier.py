@@ -205,7 +205,8 @@ class Tier:
         """
         entry = self.inventory.take(key)
         if entry is None:
-            self.counters.add("delete_skipped", int(self.inventory.contains(key)))
+            if self.inventory.contains(key):
+                self.counters.add("delete_skipped")
             return None
         path = os.path.join(self.params.root, layout.object_path(key))
         try:
@@ -226,14 +227,13 @@ class Tier:
 
     def tick(self, *, is_last: bool = False) -> None:
         """What is due every :data:`HEARTBEAT_S` seconds: the heartbeat, times of use, sketch and daily figures."""
-        if not is_last:
-            self._registration.heartbeat()
         for key, entry in self.inventory.take_used().items():
             path = os.path.join(self.params.root, layout.object_path(key))
             with contextlib.suppress(OSError):
                 os.utime(path, ns=(entry.used_ns, entry.used_ns), follow_symlinks=False)
         self._sweep_temporary()
         try:
+            self._registration.heartbeat()
             self.counters.save()
             if self._admission is not None:
                 self._admission.save(time.time(), is_last=is_last)
@@ -253,9 +253,8 @@ class Tier:
         root = self.params.root
         with self._quarantine_lock:
             quarantined = {"files": len(self._quarantine), "bytes": sum(file.size for file in self._quarantine)}
-        is_root_usable = os.access(root, os.R_OK | os.W_OK | os.X_OK)
         return {
-            "is_healthy": is_root_usable,
+            "is_healthy": os.access(root, os.R_OK | os.W_OK | os.X_OK),
             "root": root,
             "codec": self.params.codec,
             "format": frames.FORMAT_NAME,
@@ -267,7 +266,7 @@ class Tier:
             "temporary": {"files": len(self._temporary), "bytes": sum(self._temporary.values())},
             "unknown": {"files": len(self._unknown), "bytes": sum(file.size for file in self._unknown)},
             "quarantine": quarantined,
-            "disk_free_bytes": _free_bytes(root) if is_root_usable else 0,
+            "disk_free_bytes": _free_bytes(root),
             "min_free_bytes": self.params.min_free_bytes,
             "pinned_objects": self.inventory.pinned(),
             "scopes": self.inventory.scopes(),
@@ -293,7 +292,8 @@ class Tier:
         answer = self.inventory.admit(key, worst)
         if answer is Admission.GRANTED:
             return None
-        if answer is Admission.PRESENT:
+        if answer in (Admission.PRESENT, Admission.WRITING):
+            # Being written by another request is as good: whether that succeeds is told there.
             self.counters.add("store_present")
             return Stored(True)
         self.counters.add(f"rejected_{answer.value}")
@@ -309,6 +309,7 @@ class Tier:
         used_ns: int,
         deadline: float,
     ) -> int:
+        self._registration.ensure()
         self._prepare_folder(key, model_name)
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
         try:
@@ -475,7 +476,10 @@ def _prepare_root(root: str) -> None:
 
 
 def _free_bytes(root: str) -> int:
-    status = os.statvfs(root)
+    try:
+        status = os.statvfs(root)
+    except OSError:
+        return 0  # a root that is gone takes no stores
     return status.f_bavail * status.f_frsize
 
 

@@ -132,6 +132,37 @@ def test_storing_again_writes_nothing(make: Make, objects: Any) -> None:
     assert driver.adapter.get_usage().total_bytes_used == 4 * FRAME
 
 
+def test_a_key_twice_in_one_task_is_one_object(make: Make, memory: Memory) -> None:
+    driver = make(threads=4)
+    made = memory.filled(1)
+    assert driver.store([KEYS[0]] * 6, made * 6).is_successful()
+    assert driver.adapter.get_usage().total_bytes_used == FRAME
+    memory.free(made)
+
+
+def test_a_listener_that_fails_costs_no_result(make: Make, objects: Any) -> None:
+    class Failing(L2EvictionPolicy):
+        def on_l2_keys_stored(self, keys: Any, sizes: Any) -> None:
+            raise RuntimeError("no")
+
+    driver = make()
+    driver.adapter.register_listener(Failing(LRUEvictionPolicy()))
+    assert driver.store(KEYS, objects).is_successful()
+
+
+def test_a_root_that_is_gone_is_unhealthy_and_hurts_nobody(make: Make, objects: Any, targets: Any) -> None:
+    import shutil
+
+    driver = make()
+    driver.store(KEYS, objects)
+    shutil.rmtree(driver.adapter.report_status()["root"])
+    assert driver.load(KEYS, targets) == []
+    assert not driver.store(KEYS, objects).is_successful()
+    assert not driver.adapter.report_status()["is_healthy"]
+    driver.adapter.delete(KEYS)
+    assert driver.adapter.get_usage().total_bytes_used == 0
+
+
 def test_a_partly_failed_store_keeps_and_reports_what_landed(make: Make, objects: Any) -> None:
     driver = make(capacity_bytes=2 * FRAME + 100)
     policy = LRUEvictionPolicy()

@@ -34,13 +34,19 @@ def spawn(code: str, root: Path, *prefix: str) -> subprocess.Popen[str]:
 REGISTER = """
 import sys
 from kvpersist.host.writers import Registration
-print(Registration(sys.argv[1]).writer, flush=True)
+registration = Registration(sys.argv[1])
+registration.ensure()
+print(registration.writer, flush=True)
 sys.stdin.read()
 """
 
 
 def test_an_own_registration_is_live_until_it_is_removed(tmp_path: Path) -> None:
     registration = writers.Registration(str(tmp_path))
+    registration.heartbeat()
+    assert observer(tmp_path).state(registration.writer) is None, "not registered before it is needed"
+    registration.ensure()
+    registration.ensure()
     assert observer(tmp_path).state(registration.writer) is Liveness.LIVE
     registration.remove()
     registration.remove()
@@ -103,6 +109,7 @@ def test_a_marker_that_cannot_be_read_decides_nothing(tmp_path: Path) -> None:
 
 def test_a_heartbeat_keeps_a_marker_young_and_brings_it_back(tmp_path: Path) -> None:
     registration = writers.Registration(str(tmp_path))
+    registration.ensure()
     marker = tmp_path / ".writers" / f"{registration.writer}.json"
     os.utime(marker, (1, 1))
     registration.heartbeat()

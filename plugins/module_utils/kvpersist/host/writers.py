@@ -52,27 +52,43 @@ def look_for(marker: Marker) -> Found:
 
 
 class Registration:
-    """The marker file of this process in one cache root.
+    """The marker file of this process in one cache root; the folder for markers is made where it is missing.
 
     Args:
-        root: the cache root; its folder for markers is made where it is missing.
+        root: the cache root.
 
     Raises:
-        UsageError: when the marker cannot be written.
+        UsageError: where /proc does not show this process.
     """
 
     def __init__(self, root: str) -> None:
         self.marker = own_marker()
         self._path = _marker_path(root, self.marker.writer)
-        write_atomic(self._path, self.marker.render())
+        self._is_registered = False
 
     @property
     def writer(self) -> str:
         """Id of this writer."""
         return self.marker.writer
 
+    def ensure(self) -> None:
+        """Registers, if that has not been done. Call it before each temporary file.
+
+        Raises:
+            UsageError: when the marker cannot be written, e.g. on a full disk.
+        """
+        if not self._is_registered:
+            write_atomic(self._path, self.marker.render())
+            self._is_registered = True
+
     def heartbeat(self) -> None:
-        """Shows that this writer is alive; writes the marker again where somebody removed it."""
+        """Shows that this writer is alive; writes the marker again where somebody removed it.
+
+        Raises:
+            UsageError: when the marker cannot be written.
+        """
+        if not self._is_registered:
+            return
         try:
             os.utime(self._path)
         except FileNotFoundError:
@@ -160,8 +176,9 @@ class RootLock:
                 f"locking {root}", holder, "Stop that server, or give this one a cache root of its own."
             ) from None
         content = {"pid": owner.pid, "host": owner.host, "since": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
-        os.ftruncate(self._descriptor, 0)
-        os.pwrite(self._descriptor, json.dumps(content).encode() + b"\n", 0)
+        with contextlib.suppress(OSError):  # a full disk costs whoever is refused the name, not us the lock
+            os.ftruncate(self._descriptor, 0)
+            os.pwrite(self._descriptor, json.dumps(content).encode() + b"\n", 0)
 
     def release(self) -> None:
         """Lets the next server in. The file stays, since removing it would let two servers lock two files."""
