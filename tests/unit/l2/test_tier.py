@@ -72,6 +72,20 @@ def test_files_of_no_known_kind_are_left_alone_and_counted(tmp_path: Path) -> No
     driver.close()
 
 
+def test_files_of_another_adapter_count_against_the_cap(tmp_path: Path) -> None:
+    root = tmp_path / "cache"
+    root.mkdir()
+    (root / "-SEP-models@0x01000100@0@00ff.data").write_bytes(bytes(3 * PAGE))
+    (root / "elsewhere").mkdir()
+    (root / "elsewhere" / "object.bin").write_bytes(bytes(PAGE))
+    driver = TierDriver(root, capacity_bytes=6 * PAGE)
+    assert driver.tier.status()["unknown"] == {"files": 2, "bytes": 4 * PAGE}
+    assert driver.store(key(1), bytes(PAGE)).is_success
+    assert not driver.store(key(2), bytes(PAGE)).is_success
+    driver.tier.close()
+
+
+
 def leave_temporary(root: Path, number: object, writer: str, age_s: float) -> Path:
     path = Path(layout.temporary_path(str(path_of(root, number)), writer))
     path.parent.mkdir(parents=True, exist_ok=True)

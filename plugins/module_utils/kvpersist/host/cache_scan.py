@@ -72,10 +72,18 @@ def scan(root: str) -> CacheContent:
         OSError: when the root cannot be listed. What vanishes during the scan is left out.
     """
     content = CacheContent()
+    folders = []
     with os.scandir(root) as entries:
-        folders = sorted(entry.name for entry in entries if _is_folder(entry) and layout.is_object_folder(entry.name))
+        for entry in entries:
+            if _is_folder(entry) and layout.is_object_folder(entry.name):
+                folders.append(entry.name)
+            elif not entry.name.startswith("."):  # our own files start with a dot
+                # Of another adapter or of somebody: it takes room under the cap, whoever wrote it.
+                size = path_size(entry.path)
+                if size:
+                    content.unknown.append(OtherFile(entry.name, size, entry.stat(follow_symlinks=False).st_mtime))
     salts: dict[str | None, str] = {None: ""}
-    for folder in folders:
+    for folder in sorted(folders):
         _scan_folder(root, folder, salts, content)
     content.quarantined = sorted(_quarantined(root))
     return content
