@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Callable
 
 from kvpersist.core import layout
@@ -54,6 +54,9 @@ class KvPersistL2Adapter(L2AdapterInterface):
         self._tier = Tier(params, _object_key, self._on_removed, logger.warning)
         self._store_event, self._lookup_event, self._load_event = (create_event_notifier() for _ in range(3))
         self._are_events_open = True
+        # What listeners are told about a key must arrive in the order in which it happened: whoever tells looks at the
+        # state and tells under this lock. Reentrant, should a listener ask the adapter something.
+        self._telling = threading.RLock()
         self._lock = threading.Lock()
         self._last_task = 0
         self._stores: dict[int, L2StoreResult] = {}
@@ -91,17 +94,19 @@ class KvPersistL2Adapter(L2AdapterInterface):
             return
         self._is_announced = True
         # Only now do events carry the adapter's name; accounting in the base class starts from what is on disk.
-        entries = self._tier.inventory.newest_first()
-        if entries:
-            self._notify_keys_stored([entry.handle for entry in entries], [entry.size for entry in entries])
+        with self._telling:
+            entries = self._announced()
+            if entries:
+                self._notify_keys_stored([entry.handle for entry in entries], [entry.size for entry in entries])
 
     def register_listener(self, listener: L2AdapterListener) -> None:
-        super().register_listener(listener)
         # Listeners come after the constructor, so they learn here what is on disk. The LRU policy goes through a list
         # backwards and takes the last as the newest (lmcache 0.5.6, eviction_policy/lru.py).
-        entries = self._tier.inventory.newest_first()
-        if entries:
-            listener.on_l2_keys_stored([entry.handle for entry in entries], [entry.size for entry in entries])
+        with self._telling:
+            super().register_listener(listener)
+            entries = self._announced()
+            if entries:
+                listener.on_l2_keys_stored([entry.handle for entry in entries], [entry.size for entry in entries])
 
     def submit_store_task(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> int:
         task = self._new_task()
@@ -291,36 +296,54 @@ class KvPersistL2Adapter(L2AdapterInterface):
             self._stores[task] = L2StoreResult(is_success, written)
         self._signal(self._store_event)
 
+    def _announced(self) -> list[Entry]:
+        return [entry for entry in self._tier.inventory.newest_first() if entry.is_announced]
+
     def _announce(self, keys: list[ObjectKey], results: list[Stored | None]) -> None:
+        """Tells listeners what a store task brought."""
         landed: list[Entry] = []
-        for key, stored in zip(keys, results):
-            if stored is None or stored.entry is None:
-                continue
-            if stored.replaced is not None:
-                self._notify_keys_deleted([stored.replaced.handle], [stored.replaced.size])
-            if self._tier.inventory.entry(_frame_key(key)) is stored.entry:  # not removed again meanwhile
-                landed.append(stored.entry)
-        if landed:
-            # One call for the task, in the request's order, which is what the LRU policy relies on.
-            self._notify_keys_stored([entry.handle for entry in landed], [entry.size for entry in landed])
+        with self._telling:
+            for key, stored in zip(keys, results):
+                if stored is None or stored.entry is None:
+                    continue
+                if stored.replaced is not None:
+                    self._forget([stored.replaced])
+                if self._tier.inventory.holds(_frame_key(key), stored.entry):  # not removed again meanwhile
+                    stored.entry.is_announced = True
+                    landed.append(stored.entry)
+            if landed:
+                # One call for the task, in the request's order, which is what the LRU policy relies on.
+                self._notify_keys_stored([entry.handle for entry in landed], [entry.size for entry in landed])
 
     def _delete(self, keys: list[ObjectKey]) -> None:
-        handles: list[ObjectKey] = []
-        sizes: list[int] = []
-        for key in keys:
-            frame_key = _frame_key(key)
-            entry = self._tier.delete(frame_key)
-            if entry is not None:
-                handles.append(entry.handle)
-                sizes.append(entry.size)
-            elif not self._tier.inventory.contains(frame_key):
-                handles.append(key)  # gone already: a policy that still knows it would offer it for ever
-                sizes.append(0)
-        if handles:
-            self._notify_keys_deleted(handles, sizes)
+        frame_keys = [_frame_key(key) for key in keys]
+        removed: dict[FrameKey, Entry] = {}
+        try:
+            for frame_key in frame_keys:
+                entry = self._tier.delete(frame_key)
+                if entry is not None:
+                    removed[frame_key] = entry
+            with self._telling:
+                # Gone before: a policy that still knows it would offer it for ever.
+                absent = [
+                    key
+                    for key, frame_key in zip(keys, frame_keys)
+                    if frame_key not in removed and not self._tier.inventory.contains(frame_key)
+                ]
+                self._forget(list(removed.values()), absent)
+        finally:
+            self._tier.settle(list(removed))
 
-    def _on_removed(self, handle: ObjectKey, size: int) -> None:
-        self._notify_keys_deleted([handle], [size])
+    def _on_removed(self, entry: Entry) -> None:
+        with self._telling:
+            self._forget([entry])
+
+    def _forget(self, entries: list[Entry], absent: Sequence[ObjectKey] = ()) -> None:
+        """Tells listeners what is gone: objects they know, and keys that have none."""
+        known = [entry for entry in entries if entry.is_announced]
+        handles = [*(entry.handle for entry in known), *absent]
+        if handles:
+            self._notify_keys_deleted(handles, [*(entry.size for entry in known), *(0 for _ in absent)])
 
     def _keep(self) -> None:
         while not self._stop.wait(HEARTBEAT_S):

@@ -37,7 +37,7 @@ class Entry:
         used_ns: time of its last use, nanoseconds since the epoch.
     """
 
-    __slots__ = ("handle", "is_readable", "pins", "pins_until", "size", "used_ns")
+    __slots__ = ("handle", "is_announced", "is_readable", "pins", "pins_until", "size", "used_ns")
 
     def __init__(self, handle: Any, size: int, used_ns: int) -> None:
         self.handle = handle
@@ -46,6 +46,8 @@ class Entry:
         self.pins = 0
         self.pins_until = 0.0
         self.is_readable = True
+        # Whether listeners have been told of it, and so must be told when it goes.
+        self.is_announced = False
 
 
 class ScopeUsage:
@@ -91,9 +93,11 @@ class Inventory:
         return len(self._entries)
 
     def add(self, key: FrameKey, handle: Any, size: int, used_ns: int) -> None:
-        """Adds an object that is on disk already."""
+        """Adds an object that is on disk already, of which every listener will be told when it comes."""
+        entry = Entry(handle, size, used_ns)
+        entry.is_announced = True
         with self._lock:
-            self._insert(key, Entry(handle, size, used_ns))
+            self._insert(key, entry)
 
     def add_other_bytes(self, size: int) -> None:
         """Counts files that are no objects and take room under the cap; negative when they are gone."""
@@ -231,7 +235,7 @@ class Inventory:
                 entry.is_readable = False
 
     def take(self, key: FrameKey, *, only: Entry | None = None) -> Entry | None:
-        """Takes an object out; its bytes count until :meth:`gone`.
+        """Takes an object out. Its bytes count until :meth:`gone`, and it is not stored again until :meth:`settle`.
 
         Args:
             key: the object.
@@ -254,11 +258,22 @@ class Inventory:
             self._leaving.add(key)
             return entry
 
-    def gone(self, key: FrameKey, entry: Entry) -> None:
-        """The file of an object that was taken out is gone."""
+    def gone(self, entry: Entry, *, set_aside: int = 0) -> None:
+        """The file of an object that was taken out is gone.
+
+        Args:
+            entry: the object.
+            set_aside: bytes of it that still count, as no object.
+        """
         with self._lock:
-            self._leaving.discard(key)
             self._object_bytes -= entry.size
+            self._other_bytes += set_aside
+
+    def settle(self, keys: Iterable[FrameKey]) -> None:
+        """Lets objects that were taken out be stored again. Listeners must know by now that they are gone, or what
+        they are told would arrive in the wrong order."""
+        with self._lock:
+            self._leaving.difference_update(keys)
 
     def put_back(self, key: FrameKey, entry: Entry) -> None:
         """The file of an object that was taken out could not be removed."""
@@ -277,6 +292,11 @@ class Inventory:
         """Whether there is an object, readable or not."""
         with self._lock:
             return key in self._entries
+
+    def holds(self, key: FrameKey, entry: Entry) -> bool:
+        """Whether an object is the one of its key still."""
+        with self._lock:
+            return self._entries.get(key) is entry
 
     def _insert(self, key: FrameKey, entry: Entry) -> None:
         self._entries[key] = entry

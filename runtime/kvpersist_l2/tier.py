@@ -61,7 +61,7 @@ class Tier:
         params: the adapter's parameters.
         make_handle: gives the caller's name for an object found on disk, from its key and the model name that was
             last used for it.
-        on_removed: called with handle and bytes of each object that a failed load took out.
+        on_removed: called with each object that a failed load took out, before it can be stored again.
         warn: called with one line about what an operator should know.
 
     Raises:
@@ -72,7 +72,7 @@ class Tier:
         self,
         params: Params,
         make_handle: Callable[[FrameKey, str], Any],
-        on_removed: Callable[[Any, int], None],
+        on_removed: Callable[[Entry], None],
         warn: Callable[[str], None],
     ) -> None:
         self.params = params
@@ -198,7 +198,7 @@ class Tier:
         self.inventory.unpin(keys)
 
     def delete(self, key: FrameKey) -> Entry | None:
-        """Removes an object that nobody uses.
+        """Removes an object that nobody uses. It is not stored again before :meth:`settle`.
 
         Returns:
             What was removed, None where nothing was.
@@ -209,21 +209,27 @@ class Tier:
                 self.counters.add("delete_skipped")
             return None
         path = os.path.join(self.params.root, layout.object_path(key))
+        aside = None
         try:
             os.unlink(path)
         except FileNotFoundError:
             pass
         except IsADirectoryError:
-            self._to_quarantine(path, "not_a_file")
+            aside = self._set_aside(path, "not_a_file")
         except OSError as error:
             self.inventory.put_back(key, entry)
             self.counters.add("delete_errors")
             self._warn(f"deleting {path}: {reason(error)}")
             return None
-        self.inventory.gone(key, entry)
+        self.inventory.gone(entry, set_aside=aside.size if aside else 0)
+        self._keep_aside(aside)
         self.counters.add("deleted_objects")
         self.counters.add("deleted_bytes", entry.size)
         return entry
+
+    def settle(self, keys: Sequence[FrameKey]) -> None:
+        """Lets objects that were removed be stored again, once everybody knows that they were."""
+        self.inventory.settle(keys)
 
     def tick(self, *, is_last: bool = False) -> None:
         """What is due every :data:`HEARTBEAT_S` seconds: the heartbeat, times of use, sketch and daily figures."""
@@ -330,7 +336,9 @@ class Tier:
         try:
             os.rename(temporary, path)
         except (IsADirectoryError, FileExistsError):  # a folder stands in an object's place
-            self._to_quarantine(path, "not_a_file")
+            aside = self._set_aside(path, "not_a_file")
+            self.inventory.add_other_bytes(aside.size if aside else 0)
+            self._keep_aside(aside)
             os.rename(temporary, path)
         if self.params.fsync == "full":
             _sync_folder(os.path.dirname(path))
@@ -371,8 +379,14 @@ class Tier:
     def _drop(self, key: FrameKey, entry: Entry) -> None:
         self.counters.add("vanished_objects")
         if self.inventory.take(key, only=entry) is not None:
-            self.inventory.gone(key, entry)
-            self._on_removed(entry.handle, entry.size)
+            self.inventory.gone(entry)
+            self._tell_removed(key, entry)
+
+    def _tell_removed(self, key: FrameKey, entry: Entry) -> None:
+        try:
+            self._on_removed(entry)
+        finally:
+            self.inventory.settle([key])
 
     def _heal(self, key: FrameKey, entry: Entry, path: str, kind: str, detail: str) -> None:
         """Makes a damaged object a miss that the next store writes again."""
@@ -380,31 +394,34 @@ class Tier:
         if self.inventory.take(key, only=entry) is None:
             return
         self._warn(f"{path} is damaged ({detail}). It is a miss and moved to {layout.QUARANTINE_FOLDER}")
+        aside = None
         try:
-            self._to_quarantine(path, kind)
+            aside = self._set_aside(path, kind)
         except OSError as error:
             self._warn(f"moving {path} to quarantine: {reason(error)}")
-        self.inventory.gone(key, entry)
-        self._on_removed(entry.handle, entry.size)
+        self.inventory.gone(entry, set_aside=aside.size if aside else 0)
+        self._keep_aside(aside)
+        self._tell_removed(key, entry)
 
-    def _to_quarantine(self, path: str, kind: str) -> None:
+    def _set_aside(self, path: str, kind: str) -> OtherFile | None:
+        """Moves what stands in an object's place into the quarantine; None where nothing does."""
         folder = os.path.join(self.params.root, layout.QUARANTINE_FOLDER)
         os.makedirs(folder, mode=0o700, exist_ok=True)
         parent = os.path.basename(os.path.dirname(os.path.dirname(path)))
         name = f"{time.time_ns()}-{kind}-{parent}-{os.path.basename(path)}"[:250]
-        target = f"{layout.QUARANTINE_FOLDER}/{name}"
-        size = path_size(path)
-        self.inventory.add_other_bytes(size)
+        target = os.path.join(folder, name)
         try:
-            os.rename(path, os.path.join(self.params.root, target))
+            os.rename(path, target)
         except FileNotFoundError:
-            self.inventory.add_other_bytes(-size)
+            return None
+        return OtherFile(f"{layout.QUARANTINE_FOLDER}/{name}", path_size(target), time.time())
+
+    def _keep_aside(self, file: OtherFile | None) -> None:
+        """Keeps a file whose bytes count already in the quarantine, within its limit."""
+        if file is None:
             return
-        except OSError:
-            self.inventory.add_other_bytes(-size)
-            raise
         with self._quarantine_lock:
-            self._quarantine.append(OtherFile(target, size, time.time()))
+            self._quarantine.append(file)
             self._trim_quarantine()
 
     def _trim_quarantine(self) -> None:
@@ -435,7 +452,9 @@ class Tier:
         self._sweep_temporary()
         for file in content.damaged:
             self.counters.add("damaged_at_start")
-            self._to_quarantine(os.path.join(root, file.path), "start")
+            aside = self._set_aside(os.path.join(root, file.path), "start")
+            self.inventory.add_other_bytes(aside.size if aside else 0)
+            self._keep_aside(aside)
         with self._quarantine_lock:
             self._trim_quarantine()
 

@@ -150,6 +150,30 @@ def test_a_listener_that_fails_costs_no_result(make: Make, objects: Any) -> None
     assert driver.store(KEYS, objects).is_successful()
 
 
+def test_listeners_hear_of_a_key_in_the_order_in_which_it_happened(make: Make, objects: Any) -> None:
+    entered, go_on = threading.Event(), threading.Event()
+
+    class Slow(L2EvictionPolicy):
+        def on_l2_keys_deleted(self, keys: Any) -> None:
+            entered.set()
+            assert go_on.wait(30)
+            super().on_l2_keys_deleted(keys)
+
+    driver = make()
+    policy = LRUEvictionPolicy()
+    driver.adapter.register_listener(Slow(policy))
+    driver.store(KEYS[:1], objects[:1])
+    deletion = threading.Thread(target=driver.adapter.delete, args=(KEYS[:1],))
+    deletion.start()
+    assert entered.wait(30)
+    threading.Timer(0.2, go_on.set).start()
+    assert not driver.store(KEYS[:1], objects[:1]).is_successful(), "its end has not been told yet"
+    deletion.join()
+    assert driver.counters()["rejected_leaving"] == 1
+    assert driver.store(KEYS[:1], objects[:1]).is_successful()
+    assert policy.get_num_tracked_keys() == 1
+
+
 def test_a_root_that_is_gone_is_unhealthy_and_hurts_nobody(make: Make, objects: Any, targets: Any) -> None:
     import shutil
 

@@ -44,12 +44,12 @@ class TierDriver:
 
     def __init__(self, root: Path, **params: Any) -> None:
         values = {"capacity_bytes": 1 << 30, "min_free_bytes": 0, **params}
-        self.removed: list[tuple[Any, int]] = []
+        self.removed: list[Any] = []
         self.warnings: list[str] = []
         self.tier = Tier(
             Params(root=str(root), **values),
             lambda frame_key, model: (frame_key, model),
-            lambda handle, size: self.removed.append((handle, size)),
+            self.removed.append,
             self.warnings.append,
         )
 
@@ -61,6 +61,11 @@ class TierDriver:
     def load(self, frame_key: FrameKey, size: int) -> bytes | None:
         target = memory(bytes(size))
         return bytes(target.data) if self.tier.load(frame_key, target, time.monotonic() + 60) else None
+
+    def delete(self, frame_key: FrameKey) -> bool:
+        entry = self.tier.delete(frame_key)
+        self.tier.settle([frame_key])
+        return entry is not None
 
     def counters(self) -> dict[str, int]:
         return self.tier.counters.values()

@@ -41,7 +41,7 @@ def work(seed):
             driver.load(key, size)
             driver.tier.unlock([key])
         else:
-            driver.tier.delete(key)
+            driver.delete(key)
         if chance.random() < 0.05:
             driver.tier.tick()
 for seed in range(3):

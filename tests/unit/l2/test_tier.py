@@ -137,7 +137,7 @@ def test_files_of_an_earlier_run_count_against_the_cap(tmp_path: Path) -> None:
     assert driver.store(key(4), bytes(SIZE)).is_success
     assert not driver.store(key(5), bytes(SIZE)).is_success
     assert driver.counters()["rejected_capacity"] == 1
-    assert driver.tier.delete(key(0)) is not None
+    assert driver.delete(key(0))
     assert driver.store(key(5), bytes(SIZE)).is_success
     assert driver.tier.inventory.used_bytes() == 5 * FRAME
     driver.close()
@@ -185,7 +185,7 @@ def test_a_full_disk_refuses_serves_and_heals(small_filesystem: Path, monkeypatc
     for number in stored:
         assert driver.load(key(number), SIZE) == content(key(number), SIZE)
     for number in stored[:3]:
-        driver.tier.delete(key(number))
+        driver.delete(key(number))
     assert len(fill(driver, range(100, 103))) == 3
     driver.close()
 
@@ -236,7 +236,7 @@ def test_usage_is_told_by_scope(tmp_path: Path) -> None:
         NAMESPACE: (FRAME, 1),
         "gpt2": (2 * FRAME, 2),
     }
-    driver.tier.delete(key(1))
+    driver.delete(key(1))
     assert set(driver.tier.status()["scopes"]) == {"gpt2"}
     driver.close()
 
@@ -289,7 +289,7 @@ def test_threads_that_store_load_delete_the_same_objects_agree_with_the_disk(tmp
                 if loaded is not None and loaded != content(key(number), SIZE):
                     wrong.append(number)
             else:
-                driver.tier.delete(key(number))
+                driver.delete(key(number))
 
     threads = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]
     for thread in threads:
