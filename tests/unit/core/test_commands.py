@@ -267,13 +267,6 @@ def test_the_budget_arrives_to_the_byte_where_a_product_of_floats_falls_short(bu
         assert capacity(l2_adapter_config(cache)) == round(budget * 1000) * 1_000_000
 
 
-@pytest.mark.parametrize(("size", "first"), [(64, "20"), (20, "20"), (1.5, "1.5"), (0.1, "0.1")])
-def test_the_first_allocation_of_l1_never_exceeds_l1(size: float, first: str, deploy: Deploy) -> None:
-    argv = cache_argv(deploy(cache_server_l1_size_gb=size).cache)
-    assert single(argv, "--l1-init-size-gb") == first
-    assert float(single(argv, "--l1-size-gb")) == size
-
-
 def test_a_cpu_engine_may_drive_the_transfer_itself(deploy: Deploy) -> None:
     assert single(cache_argv(deploy(device="cpu").cache), "--supported-transfer-mode") == "auto"
     assert single(cache_argv(deploy(device="cuda").cache), "--supported-transfer-mode") == "lmcache_driven"

@@ -87,7 +87,7 @@ def test_an_interrupt_leaves_no_rest(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_a_file_is_whole_after_sigkill_at_a_random_moment(tmp_path: Path) -> None:
     path = tmp_path / "file"
     files.write_atomic(str(path), OLD)
-    draw = random.Random(2026)  # noqa: S311  # moments, no secrets
+    draw = random.Random(2026)  # moments, no secrets
     fork = multiprocessing.get_context("fork")
     seen = set()
     for _ in range(40):

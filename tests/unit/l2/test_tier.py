@@ -85,7 +85,6 @@ def test_files_of_another_adapter_count_against_the_cap(tmp_path: Path) -> None:
     driver.tier.close()
 
 
-
 def leave_temporary(root: Path, number: object, writer: str, age_s: float) -> Path:
     path = Path(layout.temporary_path(str(path_of(root, number)), writer))
     path.parent.mkdir(parents=True, exist_ok=True)

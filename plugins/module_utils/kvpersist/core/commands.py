@@ -23,9 +23,6 @@ CACHE_MODULE = "lmcache.cli.main"
 _QUIET = {"LMCACHE_TRACK_USAGE": "false", "LMCACHE_DISABLE_BANNER": "1", "DO_NOT_TRACK": "1"}
 _ENGINE_QUIET = {**_QUIET, "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
 
-# LMCache's own default of --l1-init-size-gb, which must not exceed the whole L1.
-_L1_FIRST_ALLOCATION_GB = 20.0
-
 
 def l2_adapter_config(cache: CacheServer) -> dict[str, Any]:
     """JSON of ``--l2-adapter``. Budgets in GB become bytes here, exactly."""
@@ -53,7 +50,6 @@ def cache_arguments(cache: CacheServer) -> list[str]:
         # A CPU engine moves KV itself ("engine driven"), which the server's default mode refuses without saying so.
         *("--supported-transfer-mode", "auto" if cache.device == "cpu" else "lmcache_driven"),
         *("--l1-size-gb", to_text(cache.l1_size_gb)),
-        *("--l1-init-size-gb", to_text(min(cache.l1_size_gb, _L1_FIRST_ALLOCATION_GB))),
         *("--eviction-policy", "LRU"),
         *("--l2-adapter", _json(l2_adapter_config(cache))),
     ]
