@@ -35,6 +35,7 @@ endif
 CONTROLLER := $(DEMO_HOME)/controller
 DEV := $(DEMO_HOME)/dev
 ENGINE := $(DEMO_HOME)/engine
+L2_TEST := $(DEMO_HOME)/l2-test
 MARKER := $(DEMO_HOME)/.kvpersist-home
 PACKAGE := $(CURDIR)/plugins/module_utils/kvpersist
 PLAYBOOK := PATH="$(CONTROLLER)/bin:$$PATH" ansible-playbook
@@ -102,6 +103,13 @@ $(DEV)/.stamp: requirements/dev.lock pyproject.toml | $(MARKER)
 	@ln -sfn "$(PACKAGE)" "$$("$(@D)/bin/python" -c 'import ansible.module_utils as m; print(list(m.__path__)[0])')/kvpersist"
 	@touch "$@"
 
+# The engine's packages without a test tool among them: the demo and the tests run the same environment.
+$(L2_TEST)/.stamp: requirements/l2-test.lock | $(ENGINE)/.stamp
+	@$(PYTHON) scripts/make_venv.py "$(@D)" $<
+	@engine=$$("$(ENGINE)/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'); \
+	echo "$$engine" > "$$("$(@D)/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/engine.pth"
+	@touch "$@"
+
 $(DEMO_HOME)/models/%/config.json: scripts/make_model.py | $(ENGINE)/.stamp
 	@"$(ENGINE)/bin/python" scripts/make_model.py "$(@D)" --kind $*
 	@touch "$@"
@@ -109,11 +117,15 @@ $(DEMO_HOME)/models/%/config.json: scripts/make_model.py | $(ENGINE)/.stamp
 ##@ Checks
 
 .PHONY: test
-test: lint test-quick test-integration ## Everything: lint, unit, contract and integration tests
+test: lint test-quick test-l2 test-integration ## Everything: lint, unit, contract, disk tier and integration tests
 
 .PHONY: test-quick
 test-quick: dev ## Unit and contract tests
 	"$(DEV)/bin/pytest" tests/unit tests/contract $(PYTEST_FLAGS)
+
+.PHONY: test-l2
+test-l2: $(L2_TEST)/.stamp ## The disk tier inside LMCache, with every codec
+	"$(L2_TEST)/bin/pytest" tests/unit/l2 tests/l2 $(PYTEST_FLAGS)
 
 .PHONY: test-integration
 test-integration: dev controller engine model ## The demo as a test: recovery, idempotence, check mode

@@ -13,10 +13,11 @@ compile() {
         --custom-compile-command 'make lock' "$@"
 }
 
-echo 'resolving tools, controller, dev, engine-cpu …'
+echo 'resolving tools, controller, dev, engine-cpu, l2-test …'
 # The tools run on target hosts, whose Python may be as old as 3.9; the rest on the controller.
 compile --python-version 3.9 --output-file tools.lock "$@" tools.in
 compile --python-version 3.11 --output-file controller.lock "$@" controller.in
 # The tests run with what the controller has and with what the hosts get.
 compile --python-version 3.11 --output-file dev.lock --constraints controller.lock --constraints tools.lock "$@" dev.in
 compile --python-version 3.11 --output-file engine-cpu.lock --overrides engine-cpu.overrides "$@" engine-cpu.in
+compile --python-version 3.11 --output-file l2-test.lock --constraints dev.lock "$@" l2-test.in

@@ -97,7 +97,7 @@ def test_cache_server_on_the_host(deploy: Deploy) -> None:
     assert cache_argv(cache)[3:] == [
         *("server", "--host", "127.0.0.1", "--port", "5555", "--http-host", "127.0.0.1", "--http-port", "8080"),
         *("--chunk-size", "256", "--hash-algorithm", "blake3", "--supported-transfer-mode", "lmcache_driven"),
-        *("--l1-size-gb", "64", "--l1-init-size-gb", "20", "--eviction-policy", "LRU"),
+        *("--l1-size-gb", "64", "--eviction-policy", "LRU"),
         *("--l2-adapter", json.dumps(l2_adapter_config(cache), separators=(",", ":"))),
     ]
 
