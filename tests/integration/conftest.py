@@ -53,6 +53,10 @@ class Demo:
             check=False,
         )
 
+    def supervisorctl(self, *arguments: str) -> str:
+        argv = [str(self.root / "venv/bin/supervisorctl"), "-c", str(self.root / "state/supervisor/supervisord.conf")]
+        return subprocess.run([*argv, *arguments], capture_output=True, text=True, check=True).stdout
+
     def _environment(self) -> dict[str, str]:
         path = f"{self.home / 'controller/bin'}{os.pathsep}{os.environ['PATH']}"
         return {**os.environ, "DEMO_HOME": str(self.home), "PATH": path, "NO_COLOR": "1", "ANSIBLE_NOCOLOR": "1"}

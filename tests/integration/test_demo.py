@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -69,7 +71,7 @@ def test_check_mode_on_a_deployed_host_predicts_no_change(demo: Demo) -> None:
     ("variable", "file", "services"),
     [
         ("vllm_engine_max_num_seqs=3", "tp4.env", 1),
-        ("kvp_cache_min_free_gb=0.5", "cache.env.local", 0),  # nothing that runs depends on it
+        ("kvp_cache_device=none0", "cache.env.local", 0),  # nothing that runs depends on it
     ],
 )
 def test_check_mode_names_exactly_what_a_run_changes(demo: Demo, variable: str, file: str, services: int) -> None:
@@ -122,6 +124,32 @@ def test_gate_is_inconclusive_without_config_json(demo: Demo) -> None:
         hidden.rename(path)
     assert run.returncode == 5
     assert re.search(r"INCONCLUSIVE kv_geometry: .*config\.json", run.stdout)
+
+
+def test_a_run_heals_what_a_crash_of_the_cache_server_alone_leaves(demo: Demo) -> None:
+    pid = int(demo.supervisorctl("pid", "kvp-lmcache-server"))
+    os.kill(pid, signal.SIGKILL)
+    assert demo.changes() == [START]  # the engine registers with the server that supervisor has started
+    assert demo.kvpersist("gate").returncode == 0
+    assert demo.changes() == []
+
+
+def test_a_run_replaces_a_damaged_identity(demo: Demo, edited: Path) -> None:
+    edited.write_bytes(bytes(range(256)))
+    assert demo.changes() == ["identity : Hash the model and derive the identity"]
+    assert demo.kvpersist("gate").returncode == 0
+
+
+def test_config_json_is_part_of_the_identity_as_a_whole(demo: Demo) -> None:
+    path = next((demo.home / "models").glob("smollm2/config.json"))
+    before = path.read_text()
+    path.write_text(before.replace('"rms_norm_eps"', '"rms_norm_eps": 0.5, "former_eps"'))
+    try:
+        run = demo.kvpersist("gate")
+    finally:
+        path.write_text(before)
+    assert run.returncode == 4
+    assert "MISMATCH model_config_sha256" in run.stdout
 
 
 def test_launcher_refuses_to_start_another_identity(demo: Demo) -> None:

@@ -188,18 +188,18 @@ def test_a_missing_recovery_result_is_one_line(saved: Deployed) -> None:
     assert "Run kvpersist recover first." in one_error(run(saved, "recover", "--last"), 2)
 
 
-def test_a_state_folder_that_cannot_be_written_is_one_line(saved: Deployed) -> None:
+def test_a_state_folder_that_cannot_be_written_does_not_stop_model_name(saved: Deployed) -> None:
     (saved.root / "state" / "hash-cache.json").unlink()
     (saved.root / "state").rmdir()
     (saved.root / "state").write_text("a file", encoding="utf-8")
-    assert f"{saved.root}/state" in one_error(run(saved, "model-name"), 2)
+    assert run(saved, "model-name").returncode == 0
 
 
 def test_debug_shows_the_traceback_too(saved: Deployed) -> None:
     (saved.config_dir / "identity.env.local").unlink()
     plain, debug = run(saved, "identity"), run(saved, "identity", "--debug")
-    line = one_error(plain, 2)
-    assert debug.returncode == 2
+    line = one_error(plain, 5)
+    assert debug.returncode == 5
     assert debug.stderr.startswith("Traceback (most recent call last):\n")
     assert debug.stderr.splitlines()[-1] == line
 

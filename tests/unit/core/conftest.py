@@ -36,6 +36,7 @@ IDENTITY: dict[str, Any] = {
     "tokenizer_revision": "2" * 40,
     "tokenizer_sha256": "3" * 64,
     "chat_template_sha256": "4" * 64,
+    "model_config_sha256": "5" * 64,
     "model_dtype": "bfloat16",
     "kv_cache_dtype": "bfloat16",
     "kv_geometry": "32*full(heads=8,k=128,v=128)",

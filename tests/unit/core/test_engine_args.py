@@ -111,10 +111,21 @@ def test_a_secret_is_not_repeated() -> None:
     assert "hunter" not in str(caught.value)
 
 
-@pytest.mark.parametrize("argv", [["--config", "x.yaml"], ["--config=x.yaml"], ["--seed", "1", "--config", "x.yaml"]])
-def test_a_file_of_options_is_refused(argv: list[str]) -> None:
-    """Its content would be no part of the identity."""
-    with pytest.raises(UsageError, match=r"--config names a file .* Give its options one by one"):
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--config", "x.yaml"],
+        ["--config=x.yaml"],
+        ["--seed", "1", "--config", "x.yaml"],
+        ["--dtype", "float32"],
+        ["--dt=float32"],
+        ["--hf_config_path", "/elsewhere"],
+        ["--lora-modules", "a=/elsewhere"],
+        ["--tokenizer", "/elsewhere"],
+    ],
+)
+def test_what_brings_in_something_from_outside_the_identity_is_refused(argv: list[str]) -> None:
+    with pytest.raises(UsageError, match=r"what --.* brings in would be no part of the identity"):
         check_extra_args(argv)
 
 

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 from kvp_kit import Deployed, Spawn
-from kvpersist.core.errors import UsageError
+from kvpersist.core.errors import InconclusiveError, UsageError
 from kvpersist.host.convergence import Action, converge_started, converge_stopped, deviations, wanted_command
 from kvpersist.host.processes import Process, process
 from kvpersist.host.services import CACHE_SERVICE, ENGINE_SERVICE
@@ -72,7 +72,7 @@ def test_an_engine_without_the_cache_needs_no_identity(deployed: Deployed) -> No
 
 
 def test_an_engine_with_the_cache_and_without_an_identity_says_what_to_run(deployed: Deployed) -> None:
-    with pytest.raises(UsageError, match=r"reading .*identity\.env\.local: no such file"):
+    with pytest.raises(InconclusiveError, match=r"reading .*identity\.env\.local: no such file"):
         wanted_command(deployed.deployment, ENGINE_SERVICE, None)
 
 

@@ -216,6 +216,7 @@ def test_a_missing_config_json_is_inconclusive_naming_the_file(running: Running)
     lines = inconclusive(running.gate())
     assert set(lines) == {
         "model_revision",
+        "model_config_sha256",
         "model_dtype",
         "kv_geometry",
         "rope",
@@ -320,7 +321,9 @@ def test_a_server_without_this_registration_is_inconclusive(steady: Running, sta
     steady.answer(status=status)
     lines = inconclusive(steady.gate())
     assert set(lines) == {"registered_model"}
-    assert lines["registered_model"].endswith("Restart the engine; it registers when it starts")
+    assert lines["registered_model"].endswith(
+        "Run the playbook, which restarts the engine; it registers when it starts"
+    )
 
 
 def test_an_environment_without_dist_info_is_inconclusive(running: Running) -> None:

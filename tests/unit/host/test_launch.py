@@ -105,9 +105,9 @@ def test_a_changed_byte_of_a_shard_exits_4(with_cache: Deployed) -> None:
     assert "weights_sha256 is " in one_error(launch(with_cache, "engine"), 4)
 
 
-def test_a_missing_identity_exits_2_naming_the_file(with_cache: Deployed) -> None:
+def test_a_missing_identity_exits_5_naming_the_file(with_cache: Deployed) -> None:
     (with_cache.config_dir / "identity.env.local").unlink()
-    assert "identity.env.local: no such file" in one_error(launch(with_cache, "engine"), 2)
+    assert "identity.env.local: no such file" in one_error(launch(with_cache, "engine"), 5)
 
 
 def test_a_missing_link_exits_3_and_says_what_to_run(with_cache: Deployed) -> None:

@@ -17,6 +17,7 @@ from kvpersist.host.model_folder import ModelFacts, read_model, tokenizer_files,
 
 # Frozen: what these digests are made of is part of the format. A change here throws every stored cache away.
 GOLDEN = ModelFacts(
+    model_config_sha256="25455bcda78b9f5f3908ff8edea19bf37c20a2356289d572799fc34f7bc7967b",
     model_dtype="bfloat16",
     kv_geometry="2*full(heads=2,k=16,v=16)",
     rope='{"rope_theta":10000}',
@@ -86,6 +87,24 @@ def test_one_byte_changes_exactly_its_fact(model: Path, name: str, fact: str) ->
     assert changed_facts(model, change) == {fact}
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("rms_norm_eps", 0.5), ("hidden_act", "gelu"), ("architectures", ["Other"]), ("num_experts_per_tok", 4)],
+)
+def test_every_other_field_of_config_json_is_part_of_the_identity(model: Path, name: str, value: object) -> None:
+    assert changed_facts(model, lambda: set_config(model, **{name: value})) == {"model_config_sha256"}
+
+
+def test_the_model_s_own_code_is_part_of_the_identity(model: Path) -> None:
+    code = model / "modeling_own.py"
+    assert changed_facts(model, lambda: code.write_text("SCALE = 1")) == {"model_config_sha256"}
+    assert changed_facts(model, lambda: code.write_text("SCALE = 2")) == {"model_config_sha256"}
+
+
+def test_where_a_config_json_came_from_changes_nothing(model: Path) -> None:
+    assert changed_facts(model, lambda: set_config(model, _name_or_path="/x", transformers_version="9")) == set()
+
+
 def test_swapping_two_shards_changes_the_weights(model: Path) -> None:
     def change() -> None:
         first, second = sorted(model.glob("*.safetensors"))
@@ -140,7 +159,7 @@ def test_the_folder_s_own_name_changes_nothing_also_behind_links(model: Path, tm
     ],
 )
 def test_each_field_of_config_json_changes_its_fact(model: Path, values: dict[str, object], fact: str) -> None:
-    assert changed_facts(model, lambda: set_config(model, **values)) == {fact}
+    assert changed_facts(model, lambda: set_config(model, **values)) == {fact, "model_config_sha256"}
 
 
 def test_quantization_is_named_with_a_digest_of_all_its_fields(model: Path) -> None:

@@ -6,6 +6,7 @@ supervisord is configured by the role's own templates, so these tests cover them
 from __future__ import annotations
 
 import os
+import signal
 import stat
 import sys
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from kvp_kit import PROJECT, SOURCES, Deployed, clean_environment, stub_report, 
 from kvpersist.host.convergence import Action, converge_started, converge_stopped
 from kvpersist.host.deployment import load_identity
 from kvpersist.host.gate import run_gate
-from kvpersist.host.processes import command_line
+from kvpersist.host.processes import command_line, process
 from kvpersist.host.services import (
     CACHE_SERVICE,
     ENGINE_SERVICE,
@@ -72,7 +73,9 @@ class Supervised(Deployed):
         command = root / "home" / "bin" / "kvpersist"
         command.write_text(render("kvpersist.sh.j2", **self.settings), encoding="utf-8")
         command.chmod(0o755)
-        self.manager = Supervisor(self.settings["kvp_home"], self.settings["kvp_state_dir"])
+        self.manager = Supervisor(
+            self.settings["kvp_home"], self.settings["kvp_state_dir"], self.settings["kvp_config_dir"]
+        )
 
     def define(self, name: str, command: str) -> None:
         """A program of our own beside the two services."""
@@ -100,7 +103,7 @@ def supervised(short_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
 
 
 def test_before_anything_is_installed_nothing_runs_and_stopping_is_done(tmp_path: Path) -> None:
-    manager = Supervisor(str(tmp_path / "home"), str(tmp_path / "state"))
+    manager = Supervisor(str(tmp_path / "home"), str(tmp_path / "state"), str(tmp_path / "etc"))
     assert not manager.running
     assert manager.pid(CACHE_SERVICE) is None
     assert manager.process(CACHE_SERVICE) is None
@@ -118,6 +121,23 @@ def test_a_supervisor_that_is_installed_but_not_started_runs_nothing(supervised:
     assert supervised.manager.pid("kvp-one") is None
     supervised.manager.stop("kvp-one")
     supervised.manager.shutdown()
+
+
+def test_what_a_killed_supervisord_leaves_behind_is_ended_before_it_starts_again(supervised: Supervised) -> None:
+    manager, config_dir = supervised.manager, supervised.settings["kvp_config_dir"]
+    supervised.define("kvp-one", f"/usr/bin/env KVP_CONFIG_DIR={config_dir} /bin/sleep 1003")
+    manager.reload()
+    manager.start("kvp-one")
+    left_behind = manager.process("kvp-one")
+    assert left_behind is not None
+    assert manager.orphans() == []
+    supervisord = int((supervised.supervisor_dir / "supervisord.pid").read_text(encoding="utf-8"))
+    os.kill(supervisord, signal.SIGKILL)
+    wait_until(lambda: not manager.running)
+    assert manager.orphans() == [left_behind]
+    manager.reload()
+    assert process(left_behind.pid) != left_behind
+    wait_until(lambda: manager.process("kvp-one") is not None)
 
 
 def test_start_restart_kill_changed_definition_and_shutdown(supervised: Supervised) -> None:

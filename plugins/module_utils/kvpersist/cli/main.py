@@ -17,7 +17,7 @@ from rich.table import Table
 from .. import __version__
 from ..core.commands import served_path
 from ..core.deployment import Deployment
-from ..core.errors import EXIT_OK, EXIT_PREFLIGHT, KvpError
+from ..core.errors import EXIT_ERROR, EXIT_OK, EXIT_PREFLIGHT, KvpError
 from ..core.recovery import SCENARIOS, exit_code, summary_rows
 from ..core.settings import to_text
 from ..host.deployment import load_deployment, load_identity, load_values
@@ -29,7 +29,8 @@ from ..host.recovery import Plan, last_result, run_recovery
 from ..host.services import resolved_manager, service_manager
 from .docs import write_docs
 
-_OUT = Console(highlight=False)
+# Without a terminal nothing may be folded at 80 columns: a value that is cut cannot be searched for.
+_OUT = Console(highlight=False, width=None if sys.stdout.isatty() else 400)
 _ERR = Console(stderr=True, highlight=False)
 
 Command = Callable[[argparse.Namespace], int]
@@ -40,6 +41,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     arguments = _parser().parse_args(argv)
     try:
         code = arguments.command(arguments)
+        sys.stdout.flush()
     except KvpError as error:
         if arguments.debug:
             traceback.print_exc()
@@ -47,6 +49,14 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         code = error.exit_code
     except KeyboardInterrupt:
         code = 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains once more at its end
+        code = EXIT_ERROR
+    except OSError as error:
+        if arguments.debug:
+            traceback.print_exc()
+        print(f"ERROR: running kvpersist: {error}. Check files, permissions and disk.", file=sys.stderr)
+        code = EXIT_ERROR
     sys.exit(code)
 
 
@@ -81,9 +91,13 @@ def _parser() -> argparse.ArgumentParser:
         "recover", _recover, "Restart acceptance test: 0 PASS, 1 FAIL, 5 INCONCLUSIVE. Restarts the services."
     )
     recover.add_argument("--scenario", action="append", choices=SCENARIOS, help="A or B; both when not given")
-    recover.add_argument("--prompt-tokens", type=int, default=Plan.prompt_tokens, help="approximate prompt length")
+    recover.add_argument(
+        "--prompt-tokens", type=int, default=Plan.prompt_tokens, help="approximate prompt length (default: %(default)s)"
+    )
     recover.add_argument("--expected-answer", default="", help="text that a right answer contains")
-    recover.add_argument("--timeout", type=float, default=Plan.timeout_s, help="seconds to wait for a service")
+    recover.add_argument(
+        "--timeout", type=float, default=Plan.timeout_s, help="seconds to wait for a service (default: %(default)s)"
+    )
     recover.add_argument("--last", action="store_true", help="print the last result instead")
     config = add("config", _config, "Print the settings in effect.")
     config.add_argument("--write-docs", metavar="FOLDER", help="write the reference tables there instead")
@@ -186,6 +200,8 @@ def _recovery_table(result: Mapping[str, Any]) -> None:
 
 def _table(rows: Sequence[tuple[str, Any]]) -> None:
     table = Table(show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
     for name, value in rows:
         table.add_row(name, str(value))
     _OUT.print(table)

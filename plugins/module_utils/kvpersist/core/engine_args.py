@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from .errors import UsageError
 
@@ -43,6 +43,20 @@ OWNED = frozenset(
         "--cpu-offload-gb",
         # A secret on a command line is readable by every user of the host.
         "--api-key",
+    }
+)
+
+# What these bring in lies outside the model's folder, or changes what the identity takes from it: nothing covers it.
+UNCOVERED = frozenset(
+    {
+        "--config",
+        "--dtype",
+        "--enable-lora",
+        "--hf-config-path",
+        "--lora-modules",
+        "--revision",
+        "--tokenizer",
+        "--tokenizer-revision",
     }
 )
 
@@ -109,13 +123,14 @@ def check_extra_args(extra_args: Sequence[str]) -> None:
             "Start with an option, --name value.",
         )
     options = parse_options(extra_args)
-    if "--config" in options:
+    uncovered = sorted(name for name in options if _stands_for(name, UNCOVERED))
+    if uncovered:
         raise UsageError(
             "reading vllm_engine_extra_args",
-            "--config names a file whose content would be no part of the identity",
-            "Give its options one by one.",
+            f"what {', '.join(uncovered)} brings in would be no part of the identity",
+            "Leave it out, or make it part of the model's folder.",
         )
-    owned = sorted(name for name in options if _stands_for_owned(name))
+    owned = sorted(name for name in options if _stands_for(name, OWNED))
     if owned:
         raise UsageError(
             "reading vllm_engine_extra_args",
@@ -161,8 +176,11 @@ def _split_level(word: str) -> str:
     return f"-O={word[2:].lstrip('=')}" if word.startswith("-O") and word != "-O" else word
 
 
-def _stands_for_owned(name: str) -> bool:
-    """Whether vLLM's parser may take this for an owned option: argparse accepts any unambiguous beginning of a name."""
+def _stands_for(name: str, options: Collection[str]) -> bool:
+    """Whether vLLM's parser may take this for one of the options: argparse accepts any unambiguous beginning of a name.
+
+    A beginning that is the whole name of another option stands for that one.
+    """
     option = name.partition(".")[0]
-    names = [*OWNED, *(short for short, long in _ALIASES.items() if long in OWNED)]
-    return any(owned.startswith(option) for owned in names)
+    names = [*options, *(short for short, long in _ALIASES.items() if long in options)]
+    return option not in HARMLESS and any(known.startswith(option) for known in names)

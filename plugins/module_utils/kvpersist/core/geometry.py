@@ -15,6 +15,9 @@ from typing import Any
 from .errors import UsageError
 
 FULL, SLIDING, MLA = "full", "sliding", "mla"
+# Far beyond any model; a larger number is damage, and would only cost time and memory.
+_LARGEST = 1 << 31
+_MOST_LAYERS = 10_000
 _NOT_ATTENTION = ("linear_attention", "mamba", "conv", "recurrent")
 # Fields of models with layers that are no attention, where no list of layers tells which (Qwen3-Next, Kimi Linear,
 # Jamba, Bamba, Falcon-H1, Nemotron-H, Zamba, LFM2, MiniMax-01).
@@ -97,6 +100,8 @@ def geometry_from_config(config: Mapping[str, Any], source: str) -> Geometry:
     """
     reader = _Reader(language_model(config), source)
     count = reader.integer("num_hidden_layers")
+    if count > _MOST_LAYERS:
+        raise reader.error("num_hidden_layers", f"it is {count}, more than {_MOST_LAYERS}")
     _refuse_other_states(reader)
     if "kv_lora_rank" in reader.config and reader.config["kv_lora_rank"] is not None:
         rank = reader.integer("kv_lora_rank") + reader.integer("qk_rope_head_dim")
@@ -188,6 +193,8 @@ class _Reader:
         value = self.config.get(name)
         if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
             raise self.error(name, f"it is {value!r}, not a positive whole number")
+        if value > _LARGEST:
+            raise self.error(name, f"it is larger than {_LARGEST}")
         return value
 
     def optional(self, name: str) -> int | None:

@@ -63,6 +63,11 @@ class Identity:
         "KVP_TOKENIZER_SHA256", "hex64", "SHA-256 over names and SHA-256 of the tokenizer files."
     )
     chat_template_sha256: str = _field("KVP_CHAT_TEMPLATE_DIGEST", "hex64", "SHA-256 of the chat template.")
+    model_config_sha256: str = _field(
+        "KVP_MODEL_CONFIG_SHA256",
+        "hex64",
+        "SHA-256 of config.json, less names and versions, and of the model's own code.",
+    )
     model_dtype: str = _field("KVP_MODEL_DTYPE", "text", "Dtype of the model.")
     kv_cache_dtype: str = _field("KVP_KV_CACHE_DTYPE", "kv_dtype", "KV dtype as vLLM spells it, resolved.")
     kv_geometry: str = _field("KVP_KV_GEOMETRY", "text", "KV heads and dimensions of every layer.")

@@ -10,16 +10,18 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from ..core import commands
 from ..core.deployment import Deployment
-from ..core.errors import UsageError
+from ..core.errors import KvpError, UsageError
 from .deployment import load_identity
-from .health import cache_endpoint, engine_endpoint, wait_healthy
+from .gate import registered_models
+from .health import cache_endpoint, engine_endpoint, is_healthy, wait_healthy
+from .http import get_json
 from .identity import namespace_of
 from .processes import Process, command_line
+from .processes import environment as started_with
 from .services import CACHE_SERVICE, ENGINE_SERVICE, ServiceManager, service_manager
 
 # A launcher hashes what changed before it becomes the program; the digests of an unchanged model are remembered.
@@ -54,22 +56,13 @@ def deviations(running: Process, argv: Sequence[str], environment: Mapping[str, 
             words.append(f"arguments change from {' '.join(gone) or 'nothing'} to {' '.join(new) or 'nothing'}")
         else:
             words.append("arguments change in their order or number")
-    actual = _environment(running.pid)
+    actual = started_with(running.pid)
     words.extend(
         f"{name} changes from {actual.get(name)!r} to {value!r}"
         for name, value in environment.items()
         if actual.get(name) != value
     )
     return words
-
-
-def _environment(pid: int) -> dict[str, str]:
-    try:
-        raw = Path(f"/proc/{pid}/environ").read_bytes()
-    except OSError:
-        return {}
-    pairs = (entry.partition("=") for entry in raw.decode("utf-8", "replace").split("\0") if entry)
-    return {name: value for name, _, value in pairs}
 
 
 @dataclass(frozen=True)
@@ -108,6 +101,8 @@ def converge_started(
     argv, environment = wanted_command(deployment, endpoint.service, namespace)
     running = _past_its_launcher(manager, endpoint.service)
     reasons = ["it does not run"] if running is None else deviations(running, argv, environment)
+    if running is not None and name == "engine" and not reasons and not _is_registered(deployment, argv):
+        reasons.append("the cache server was restarted and does not know it")
     if restart and running is not None:
         reasons.append("its definition or what it depends on changed")
     action = Action("none" if not reasons else "started" if running is None else "restarted", tuple(reasons))
@@ -118,6 +113,22 @@ def converge_started(
         manager.restart(endpoint.service)
     wait_healthy(manager, endpoint, deployment.engine.launch_mode == "docker", timeout_s)
     return action
+
+
+def _is_registered(deployment: Deployment, argv: Sequence[str]) -> bool:
+    """Whether the cache server knows the engine; a server that does not answer says nothing about that.
+
+    A server that was restarted has lost the registration, and LMCache's heartbeat may take minutes to renew it, or
+    miss the restart (LMCache issue 4642).
+    """
+    engine = deployment.engine
+    if not engine.kv_persist or not is_healthy(service_manager(deployment), engine_endpoint(deployment), True):
+        return True  # not attached, or still loading: it registers when it is ready
+    try:
+        status = get_json(f"{deployment.cache.http_url}/status")
+    except KvpError:
+        return True
+    return argv[argv.index("--model") + 1] in registered_models(status)
 
 
 def _past_its_launcher(manager: ServiceManager, service: str) -> Process | None:
@@ -137,9 +148,13 @@ def converge_stopped(deployment: Deployment, name: str, check_mode: bool) -> Act
     manager = service_manager(deployment)
     services = {"cache": (CACHE_SERVICE,), "engine": (ENGINE_SERVICE,)}.get(name, (ENGINE_SERVICE, CACHE_SERVICE))
     running = [service for service in services if manager.process(service) is not None]
+    left_behind = manager.orphans() if name == "all" else []
     if running and not check_mode:
         for service in running:
             manager.stop(service)
     if name == "all" and not check_mode:
         manager.shutdown()
-    return Action("stopped" if running else "none", tuple(f"{service} runs" for service in running))
+    reasons = [f"{service} runs" for service in running] + [
+        f"process {orphan.pid} was left behind" for orphan in left_behind
+    ]
+    return Action("stopped" if reasons else "none", tuple(reasons))

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from ..core.deployment import Deployment, deployment_from_values
 from ..core.engine_args import check_extra_args
-from ..core.errors import UsageError
+from ..core.errors import InconclusiveError, UsageError
 from ..core.identity import IDENTITY_ENV, Identity, identity_from_env
 from ..core.settings import FILES, Value, read_files
 from .files import read_text
@@ -53,7 +53,10 @@ def load_identity(config_dir: str) -> Identity:
     """The identity in ``config_dir``.
 
     Raises:
-        UsageError: when the file is missing or malformed.
+        InconclusiveError: when there is none.
+        UsageError: when it is malformed.
     """
     path = f"{config_dir}/{IDENTITY_ENV}"
+    if not os.path.exists(path):
+        raise InconclusiveError(f"reading {path}", "no such file", "Run the playbook with --tags identity.")
     return identity_from_env(read_text(path), path)

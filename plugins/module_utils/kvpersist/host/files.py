@@ -18,6 +18,8 @@ def read_text(path: str) -> str:
         UsageError: naming the file and why it cannot be read.
     """
     try:
+        if not Path(path).is_file() and Path(path).exists():
+            raise UsageError(f"reading {path}", "it is no regular file", "Move it away.")  # a pipe would block for ever
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(

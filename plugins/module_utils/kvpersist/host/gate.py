@@ -84,6 +84,7 @@ def _from_engine(engine: _Running | Unreadable, deployment: Deployment) -> dict[
     served = _served_model(engine, deployment)
     facts = {
         "model_revision": _of(served, lambda model: deployment.engine.model_revision or model.weights_sha256[:40]),
+        "model_config_sha256": _of(served, lambda model: model.model_config_sha256),
         "model_dtype": _of(served, lambda model: model.model_dtype),
         "kv_geometry": _of(served, lambda model: model.kv_geometry),
         "rope": _of(served, lambda model: model.rope),
@@ -207,13 +208,18 @@ def _server_version(answer: Any) -> Any:
     return str(text).split("-", 1)[0].lstrip("v")
 
 
+def registered_models(status: Any) -> list[str]:
+    """Model paths that engines have registered with the cache server, from its ``/status``."""
+    return sorted(set(_model_names(status)))
+
+
 def _registered(status: Any, path: str) -> Any:
-    found = sorted(set(_model_names(status)))
+    found = registered_models(status)
     if path in found:
         return path
     return Unreadable(
         f"the cache server has no registration of this model (registered: {', '.join(found) or 'none'})",
-        "Restart the engine; it registers when it starts",
+        "Run the playbook, which restarts the engine; it registers when it starts",
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -57,9 +58,10 @@ class HashCache:
             self._changed = True
 
     def save(self) -> None:
-        """Writes the cache's file if anything was added."""
+        """Writes the cache's file if anything was added; a state folder that cannot be written costs time, not more."""
         if self._path is not None and self._changed:
-            write_atomic(self._path, json.dumps(self._known, sort_keys=True, indent=1))
+            with contextlib.suppress(UsageError):  # what is not remembered is hashed again
+                write_atomic(self._path, json.dumps(self._known, sort_keys=True, indent=1))
             self._changed = False
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from ..core import commands
 from ..core.deployment import CacheServer, Deployment, Engine
 from ..core.engine_args import check_extra_args, layout_flags, parse_options, positive_option
-from ..core.errors import MismatchError, UsageError
+from ..core.errors import InconclusiveError, MismatchError, UsageError
 from ..core.identity import IDENTITY_ENV, Identity, differences, model_path, resolve_kv_cache_dtype
 from ..core.l2_backends import BACKENDS
 from .deployment import load_identity
@@ -43,6 +43,7 @@ def resolve_identity(deployment: Deployment, cache: HashCache, progress: Progres
         tokenizer_revision=revision,
         tokenizer_sha256=facts.tokenizer_sha256,
         chat_template_sha256=facts.chat_template_sha256,
+        model_config_sha256=facts.model_config_sha256,
         model_dtype=facts.model_dtype,
         kv_cache_dtype=resolve_kv_cache_dtype(engine.kv_cache_dtype, facts.model_dtype, facts.quantization_config),
         kv_geometry=facts.kv_geometry,
@@ -152,7 +153,7 @@ def save_identity(deployment: Deployment, trust_hash_cache: bool, check_mode: bo
     path = commands.served_path(deployment.engine, namespace)
     try:
         previous = load_identity(deployment.config_dir)
-    except UsageError:
+    except (InconclusiveError, UsageError):
         previous = None  # none yet, or a damaged one that is about to be replaced
     changes = []
     if deployment.engine.launch_mode == "host":

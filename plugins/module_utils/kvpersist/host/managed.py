@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import stat
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from ..core.errors import UsageError
-from .files import link_atomic, link_target, read_text, reason, write_atomic
+from .files import link_atomic, link_target, reason, write_atomic
 
 _MODE = 0o600
 
@@ -42,12 +43,22 @@ def manage_file(path: str, content: str, check_mode: bool) -> Change:
         UsageError: when the file cannot be read or written.
     """
     exists = os.path.lexists(path)
-    before = read_text(path) if exists else ""
+    before = _content(path) if exists else ""
     mode = stat.S_IMODE(os.stat(path).st_mode) if exists else _MODE
     change = Change(path, before if mode == _MODE else f"# mode {mode:04o}\n{before}", content)
     if change.changed and not check_mode:
         write_atomic(path, content, _MODE)
     return change
+
+
+def _content(path: str) -> str:
+    """What stands in a file, readable or not: a damaged one is replaced like any other."""
+    if os.path.isdir(path):
+        raise UsageError(f"writing {path}", "a folder stands there", "Move it away.")
+    try:
+        return Path(path).read_bytes().decode("utf-8", "replace")
+    except OSError as error:
+        raise UsageError(f"reading {path}", reason(error), "Check its permissions.") from None
 
 
 def manage_link(path: str, target: str, check_mode: bool) -> Change:

@@ -11,6 +11,7 @@ from typing import Any
 
 from ..core.errors import UsageError
 from ..core.geometry import geometry_from_config, language_model, rope_text
+from ..core.identity import resolve_kv_cache_dtype
 from .files import read_json, read_text, reason
 from .hashing import HashCache, Progress, sha256_files
 
@@ -29,6 +30,8 @@ _TOKENIZER_FILES = (
     "tokenizer.model",
     "tekken.json",
 )
+# Where a config.json came from and which release wrote it; everything else in it may change the KV.
+_HARMLESS_CONFIG = ("_name_or_path", "transformers_version")
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tekken.json", "vocab.json", "vocab.txt")
 
 
@@ -36,6 +39,7 @@ _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tekken.json", "vocab.json",
 class ModelFacts:
     """What a model folder contributes to the identity; the fields are named as there."""
 
+    model_config_sha256: str
     model_dtype: str
     kv_geometry: str
     rope: str
@@ -60,9 +64,11 @@ def read_model(folder: str, cache: HashCache, progress: Progress | None = None) 
     geometry = geometry_from_config(config, f"{folder}/config.json")
     tokenizer = tokenizer_files(folder)
     shards = weight_shards(folder)
-    digests = sha256_files([f"{folder}/{name}" for name in (*shards, *tokenizer)], cache, progress)
+    code = sorted(name for name in os.listdir(folder) if name.endswith(".py"))
+    digests = sha256_files([f"{folder}/{name}" for name in (*shards, *tokenizer, *code)], cache, progress)
     quantization = config.get("quantization_config") or language_model(config).get("quantization_config")
     return ModelFacts(
+        model_config_sha256=_config_digest(config, folder, digests, code),
         model_dtype=_dtype(config, folder),
         kv_geometry=geometry.text(),
         rope=rope_text(config),
@@ -130,6 +136,23 @@ def _check_index(index: str, shards: Sequence[str]) -> None:
 def _fingerprint(folder: str, names: Sequence[str], digests: Mapping[str, str]) -> str:
     content = json.dumps([[name, digests[f"{folder}/{name}"]] for name in sorted(names)], separators=(",", ":"))
     return hashlib.sha256(content.encode()).hexdigest()
+
+
+def check_kv_cache_dtype(config: Mapping[str, Any], folder: str, given: str) -> None:
+    """Checks that a KV cache dtype can be resolved for this model.
+
+    Raises:
+        UsageError: when it cannot.
+    """
+    quantization = config.get("quantization_config")
+    resolve_kv_cache_dtype(given, _dtype(config, folder), quantization if isinstance(quantization, dict) else None)
+
+
+def _config_digest(config: Mapping[str, Any], folder: str, digests: Mapping[str, str], code: Sequence[str]) -> str:
+    """Digest of everything in config.json that may change what the model computes, and of the code it brings along."""
+    content = {name: value for name, value in config.items() if name not in _HARMLESS_CONFIG}
+    canonical = json.dumps([content, [[name, digests[f"{folder}/{name}"]] for name in code]], sort_keys=True)
+    return hashlib.sha256(canonical.encode()).hexdigest()
 
 
 def _dtype(config: Mapping[str, Any], folder: str) -> str:

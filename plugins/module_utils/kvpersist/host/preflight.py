@@ -13,7 +13,7 @@ from ..core.geometry import geometry_from_config
 from .environments import distribution_version, engine_build, lmcache_version
 from .files import read_json, tree_bytes
 from .identity import check_model_path
-from .model_folder import tokenizer_files, weight_shards
+from .model_folder import check_kv_cache_dtype, tokenizer_files, weight_shards
 from .processes import Process, descends_from, listener, port_is_taken
 from .services import CACHE_SERVICE, ENGINE_SERVICE, ServiceManager, resolved_manager
 
@@ -37,7 +37,7 @@ def preflight_problems(deployment: Deployment, manager: ServiceManager) -> list[
 def _paths(deployment: Deployment) -> Iterable[str]:
     """Paths that would be too long once they end up in a file name of the disk tier or in a socket's address."""
     try:
-        check_model_path(deployment, "kvp-" + "0" * 32)
+        check_model_path(deployment, deployment.engine.namespace_override or "kvp-" + "0" * 32)
     except KvpError as error:
         yield str(error)
     socket = f"{deployment.state_dir}/supervisor/supervisor.sock"
@@ -92,7 +92,9 @@ def _model(deployment: Deployment) -> Iterable[str]:
         yield f"The model folder {folder} does not exist. Set kvp_model_dir."
         return
     try:
-        geometry_from_config(read_json(f"{folder}/config.json"), f"{folder}/config.json")
+        config = read_json(f"{folder}/config.json")
+        geometry_from_config(config, f"{folder}/config.json")
+        check_kv_cache_dtype(config, folder, deployment.engine.kv_cache_dtype)
         tokenizer_files(folder)
         weight_shards(folder)
     except KvpError as error:
@@ -102,8 +104,11 @@ def _model(deployment: Deployment) -> Iterable[str]:
 def _disk(deployment: Deployment) -> Iterable[str]:
     root = deployment.cache.root
     existing = root
-    while not os.path.isdir(existing):
+    while not os.path.lexists(existing):
         existing = os.path.dirname(existing)
+    if not os.path.isdir(existing) or not os.access(existing, os.W_OK | os.X_OK):
+        yield f"{existing} is no folder that can be written, so {root} cannot be made. Set kvp_cache_root."
+        return
     kind = filesystem_type(existing)
     if kind in _NETWORK_FILESYSTEMS:
         yield f"{root} lies on {kind}, where a rename is not atomic. Set kvp_cache_root to a local disk."
@@ -124,16 +129,17 @@ def _ports_of_strangers(deployment: Deployment, manager: ServiceManager) -> Iter
         (deployment.engine.port, ENGINE_SERVICE, "vllm_engine_port"),
     )
     for port, service, variable in ports:
-        if port_is_taken(port) and not _is_ours(port, manager.process(service), deployment):
+        if port_is_taken(port) and not _is_ours(port, manager.process(service), deployment, manager):
             yield f"Port {port} is taken by a program that is not {service}. Stop that program or change {variable}."
 
 
-def _is_ours(port: int, running: Process | None, deployment: Deployment) -> bool:
+def _is_ours(port: int, running: Process | None, deployment: Deployment, manager: ServiceManager) -> bool:
+    pid = listener(port)
     if running is None:
-        return False
+        # A killed supervisord leaves its programs behind; the deployment ends them before it starts new ones.
+        return pid is not None and pid in {orphan.pid for orphan in manager.orphans()}
     if deployment.engine.launch_mode == "docker":
         return True  # the listener is a child of Docker's daemon, not of the service
-    pid = listener(port)
     return pid is not None and descends_from(pid, running.pid)
 
 

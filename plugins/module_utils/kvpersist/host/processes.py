@@ -40,6 +40,21 @@ def command_line(pid: int) -> list[str] | None:
     return raw.decode("utf-8", "replace").removesuffix("\0").split("\0") if raw else None
 
 
+def environment(pid: int) -> dict[str, str]:
+    """Environment that a process was started with; empty where it cannot be read."""
+    try:
+        raw = Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:
+        return {}
+    pairs = (entry.partition("=") for entry in raw.decode("utf-8", "replace").split("\0") if entry)
+    return {name: value for name, _, value in pairs}
+
+
+def processes() -> list[int]:
+    """Pids of all processes."""
+    return [int(name) for name in os.listdir("/proc") if name.isdigit()]
+
+
 def visible_path(pid: int, path: str) -> str | None:
     """A path of a process, seen from here: for a container, inside its root. None where that may not be looked at."""
     try:

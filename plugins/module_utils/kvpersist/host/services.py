@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -11,12 +12,13 @@ from collections.abc import Sequence
 
 from ..core.deployment import Deployment
 from ..core.errors import KvpError
-from .processes import Process, process
+from .processes import Process, command_line, environment, process, processes
 
 CACHE_SERVICE = "kvp-lmcache-server"
 ENGINE_SERVICE = "kvp-vllm-engine"
 
 _COMMAND_TIMEOUT_S = 180.0
+_ORPHAN_S = 20.0
 
 
 class ServiceError(KvpError):
@@ -45,6 +47,10 @@ class ServiceManager(ABC):
     def shutdown(self) -> None:
         """Ends the manager itself where it is ours; the system's goes on."""
         return
+
+    def orphans(self) -> list[Process]:
+        """Programs of this deployment that run outside the manager's care."""
+        return []
 
     def process(self, name: str) -> Process | None:
         """The service's main process."""
@@ -79,9 +85,11 @@ class Supervisor(ServiceManager):
     Args:
         home: folder of kvpersist's programs; its virtual environment has supervisor.
         state_dir: folder with ``supervisor/supervisord.conf``.
+        config_dir: folder of the deployment's files, by which its programs are known.
     """
 
-    def __init__(self, home: str, state_dir: str) -> None:
+    def __init__(self, home: str, state_dir: str, config_dir: str) -> None:
+        self._config_dir = config_dir
         self._bin = f"{home}/venv/bin"
         self._folder = f"{state_dir}/supervisor"
 
@@ -92,6 +100,7 @@ class Supervisor(ServiceManager):
 
     def reload(self) -> None:
         if not self.running:
+            self._end_orphans()
             _run([f"{self._bin}/supervisord", "-c", self._config], "starting supervisord")
             self._wait_until_running()
             return
@@ -122,11 +131,32 @@ class Supervisor(ServiceManager):
         """Stops every service and supervisord itself."""
         pid = self._ctl("pid").stdout.strip()
         if not pid.isdigit():
+            self._end_orphans()
             return
         self._checked("shutdown")
         deadline = time.monotonic() + _COMMAND_TIMEOUT_S
         while process(int(pid)) is not None and time.monotonic() < deadline:
             time.sleep(0.2)
+
+    def orphans(self) -> list[Process]:
+        """Programs of this deployment that a supervisord left behind when it was killed."""
+        if self.running:
+            return []
+        mine = [pid for pid in processes() if environment(pid).get("KVP_CONFIG_DIR") == self._config_dir]
+        found = [process(pid) for pid in mine if not _is_command(pid)]
+        return [orphan for orphan in found if orphan is not None]
+
+    def _end_orphans(self) -> None:
+        """They hold the ports that the services are about to need."""
+        orphans = self.orphans()
+        for sent in (signal.SIGTERM, signal.SIGKILL):
+            for orphan in orphans:
+                if process(orphan.pid) == orphan:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(orphan.pid, sent)
+            deadline = time.monotonic() + _ORPHAN_S
+            while any(process(orphan.pid) == orphan for orphan in orphans) and time.monotonic() < deadline:
+                time.sleep(0.1)
 
     @property
     def _config(self) -> str:
@@ -167,6 +197,11 @@ class Systemd(ServiceManager):
         _run(["systemctl", "stop", name], f"stopping {name}")
 
 
+def _is_command(pid: int) -> bool:
+    """Whether a process is the ``kvpersist`` command that somebody runs, or this very process."""
+    return pid == os.getpid() or any(word.endswith("/bin/kvpersist") for word in command_line(pid) or ())
+
+
 def resolved_manager(configured: str) -> str:
     """``systemd`` or ``supervisor``: the configured one, ``auto`` by what PID 1 is (sd_booted(3))."""
     if configured != "auto":
@@ -178,7 +213,7 @@ def service_manager(deployment: Deployment) -> ServiceManager:
     """The manager of this deployment's services."""
     if resolved_manager(deployment.service_manager) == "systemd":
         return Systemd()
-    return Supervisor(deployment.home, deployment.state_dir)
+    return Supervisor(deployment.home, deployment.state_dir, deployment.config_dir)
 
 
 def _call(argv: Sequence[str], doing: str) -> subprocess.CompletedProcess[str]:
