@@ -51,7 +51,14 @@ class KvPersistL2Adapter(L2AdapterInterface):
         params = parse_params(adapter_params)
         super().__init__(max_capacity_bytes=params.capacity_bytes)
         self._params = params
-        self._tier = Tier(params, _object_key, self._on_removed, logger.warning)
+        self._pool = Pool(params.thread_count(), lambda error: logger.error("Disk tier: %r", error))
+        try:
+            self._tier = Tier(
+                params, _object_key, self._on_removed, logger.warning, self._pool.reads, self._pool.writes
+            )
+        except BaseException:
+            self._pool.close(0)
+            raise
         self._store_event, self._lookup_event, self._load_event = (create_event_notifier() for _ in range(3))
         self._are_events_open = True
         # What listeners are told about a key must arrive in the order in which it happened: whoever tells looks at the
@@ -64,7 +71,6 @@ class KvPersistL2Adapter(L2AdapterInterface):
         self._loads = _Results()
         self._is_announced = False
         self._is_closed = False
-        self._pool = Pool(params.thread_count(), lambda error: logger.error("Disk tier: %r", error))
         self._stop = threading.Event()
         self._keeper = threading.Thread(target=self._keep, name="kvpersist-l2-keeper", daemon=True)
         self._keeper.start()
@@ -118,10 +124,12 @@ class KvPersistL2Adapter(L2AdapterInterface):
             self._finish_store(task, keys, results)
 
         countdown = _Countdown(len(keys), finish)
-        for position, (key, memory) in enumerate(zip(keys, objects)):
-            job = self._store_job(key, memory, now_ns - position * _STEP_NS, deadline, results, position, countdown)
-            if not self._pool.write(job):
-                countdown.done()
+        jobs = [
+            self._store_job(key, memory, now_ns - position * _STEP_NS, deadline, results, position, countdown)
+            for position, (key, memory) in enumerate(zip(keys, objects))
+        ]
+        if not self._pool.write(jobs):
+            countdown.cancel()
         return task
 
     def pop_completed_store_tasks(self) -> dict[int, L2StoreResult]:
@@ -164,9 +172,12 @@ class KvPersistL2Adapter(L2AdapterInterface):
             self._signal(self._load_event)
 
         countdown = _Countdown(len(keys), finish)
-        for position, (key, memory) in enumerate(zip(keys, objects)):
-            if not self._pool.read(self._load_job(key, memory, deadline, results, position, countdown)):
-                countdown.done()
+        jobs = [
+            self._load_job(key, memory, deadline, results, position, countdown)
+            for position, (key, memory) in enumerate(zip(keys, objects))
+        ]
+        if not self._pool.read(jobs):
+            countdown.cancel()
         return task
 
     def query_load_result(self, task_id: int) -> Bitmap | None:
@@ -395,6 +406,11 @@ class _Countdown:
             self._left -= 1
             is_last = not self._left
         if is_last:
+            self._finish()
+
+    def cancel(self) -> None:
+        """For jobs none of which will run."""
+        if self._left:
             self._finish()
 
 

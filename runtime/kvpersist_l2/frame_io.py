@@ -6,13 +6,16 @@ the CPU's cache, which costs next to nothing beside the copy.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import fcntl
 import mmap
 import os
 import stat
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Callable
 
@@ -20,14 +23,21 @@ from kvpersist.core import frames
 from kvpersist.core.frames import PAGE, Crc32, Damage, FrameError, FrameKey, Header
 
 from .codecs import MAX_STORED_PIECE, PIECE, Codec
+from .read_rates import DIRECT, ReadRates
 
 # One system call of this size keeps the page cache's readahead ahead of the reader; measured best from 1 to 4 MiB.
 BUFFERED_PIECE = 1 << 20
-# Without the page cache the device sees each call as it is: larger ones keep more of its channels busy.
-DIRECT_PIECE = 8 << 20
-# Objects up to this size are read through the page cache even where it is cold: readahead hides the latency of small
-# reads, and one direct read of that size does not fill the device.
-AUTO_DIRECT_BYTES = 4 << 20
+# Without the page cache the device sees each call as it is. A read of this size fills it and leaves the checksum of one
+# piece, not of the whole object, for when the last byte is there.
+DIRECT_READ_PIECE = 8 << 20
+# Stores go out in one call as a rule, the header page with it.
+DIRECT_WRITE_PIECE = 64 << 20
+# Objects up to this size are read through the page cache: looking for them there costs more than it may save.
+_SMALL = 256 << 10
+
+_sync_file_range = ctypes.CDLL(None).sync_file_range
+_sync_file_range.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
+_SYNC_FILE_RANGE_WRITE = 2  # include/uapi/linux/fs.h
 
 _ZERO = bytes(PAGE)
 _STAGING_KEPT = frames.whole_pages(MAX_STORED_PIECE) + PAGE
@@ -80,17 +90,24 @@ class Io:
         mode: auto, buffered or direct.
         crc32: any implementation of zlib's CRC32.
         scratch: buffers of the calling thread.
+        read_rates: what auto learns about the disk.
     """
 
     mode: str
     crc32: Crc32
     scratch: Scratch
+    read_rates: ReadRates
 
-    def reads_directly(self, length: int, is_cached: Callable[[], bool]) -> bool:
-        """Whether a payload of ``length`` bytes is read past the page cache. The one place that decides it."""
-        if self.mode == "auto":
-            return length > AUTO_DIRECT_BYTES and not is_cached()
-        return self.mode == "direct"
+    @contextmanager
+    def way(self, length: int, is_cached: Callable[[], bool]) -> Iterator[bool]:
+        """Around a read of ``length`` bytes: whether it goes past the page cache. The one place that decides it."""
+        if self.mode != "auto":
+            yield self.mode == "direct"
+        elif length <= _SMALL or is_cached():
+            yield False
+        else:
+            with self.read_rates.cold_read(length) as way:
+                yield way == DIRECT
 
     def writes_directly(self) -> bool:
         """Whether payloads are written past the page cache: not in auto, where it takes bursts at memory speed."""
@@ -103,15 +120,20 @@ class FrameFile:
     Args:
         path: its path.
         flags: flags for open(2).
+        waiting: entered while the device is waited for.
 
     Raises:
         OSError: when it cannot be opened.
     """
 
-    def __init__(self, path: str, flags: int) -> None:
+    def __init__(self, path: str, flags: int, waiting: AbstractContextManager[None]) -> None:
         # A fifo would block without O_NONBLOCK; regular files do not mind it.
-        self.descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
+        self._flags = flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+        self.descriptor = os.open(path, self._flags, 0o600)
+        self._waiting = waiting
         self._is_direct = False
+        self._may_be_cached = True
+        self._reads_ahead = True
 
     def __enter__(self) -> FrameFile:
         return self
@@ -120,9 +142,14 @@ class FrameFile:
         os.close(self.descriptor)
 
     @property
-    def piece(self) -> int:
-        """Bytes to read or write at once."""
-        return DIRECT_PIECE if self._is_direct else BUFFERED_PIECE
+    def read_piece(self) -> int:
+        """Bytes to read at once."""
+        return DIRECT_READ_PIECE if self._is_direct else BUFFERED_PIECE
+
+    @property
+    def write_piece(self) -> int:
+        """Bytes to write at once."""
+        return DIRECT_WRITE_PIECE if self._is_direct else BUFFERED_PIECE
 
     def go_direct(self) -> None:
         """Leaves the page cache aside from now on, where the filesystem can."""
@@ -135,9 +162,18 @@ class FrameFile:
             FrameError: where the file ends before.
         """
         left = list(views)
+        if not self._is_direct and not self._reads_ahead:
+            os.posix_fadvise(self.descriptor, 0, 0, os.POSIX_FADV_NORMAL)
+            self._reads_ahead = True
+        if not self._is_direct and self._may_be_cached:
+            count = self._read_cached(left, offset)
+            offset += count
+            left = _after(left, count)
+            self._may_be_cached = not left
         while left:
             try:
-                count = os.preadv(self.descriptor, left, offset)
+                with self._waiting:
+                    count = os.preadv(self.descriptor, left, offset)
             except OSError:
                 if not self._leave_direct():
                     raise
@@ -152,7 +188,8 @@ class FrameFile:
         left = list(views)
         while left:
             try:
-                count = os.pwritev(self.descriptor, left, offset)
+                with self._waiting if self._is_direct else contextlib.nullcontext():
+                    count = os.pwritev(self.descriptor, left, offset)
             except OSError:
                 if not self._leave_direct():
                     raise
@@ -160,12 +197,29 @@ class FrameFile:
             offset += count
             left = _after(left, count)
 
-    def is_cached(self, view: memoryview, offset: int) -> bool:
-        """Whether the page cache holds a part of the file, told by reading it without waiting for the device."""
+    def start_writeback(self) -> None:
+        """Has the kernel write what the page cache took, now: left to pile up, it is written in slow bursts."""
+        if not self._is_direct:
+            with self._waiting:
+                _sync_file_range(self.descriptor, 0, 0, _SYNC_FILE_RANGE_WRITE)  # no more than a wish: errors are fine
+
+    def is_cached(self, pages: Sequence[tuple[memoryview, int]]) -> bool:
+        """Whether the page cache holds parts of the file, each of them a buffer and its offset."""
+        # Else a miss would start reading ahead.
+        os.posix_fadvise(self.descriptor, 0, 0, os.POSIX_FADV_RANDOM)
+        self._reads_ahead = False
+        return all(self._read_cached([view], offset) == len(view) for view, offset in pages)
+
+    def _read_cached(self, views: Sequence[memoryview], offset: int) -> int:
+        """Reads what the page cache holds, without waiting for the device.
+
+        Returns:
+            Bytes read; 0 also where a filesystem cannot tell.
+        """
         try:
-            return os.preadv(self.descriptor, [view], offset, os.RWF_NOWAIT) == len(view)
+            return os.preadv(self.descriptor, views, offset, os.RWF_NOWAIT)
         except OSError:
-            return False  # not there, or a filesystem that cannot tell
+            return 0
 
     def _leave_direct(self) -> bool:
         # Some filesystems take the flag and refuse the transfer. A real error comes again without it.
@@ -175,9 +229,8 @@ class FrameFile:
         return was_direct
 
     def _set_direct(self, wanted: bool) -> bool:
-        flags = fcntl.fcntl(self.descriptor, fcntl.F_GETFL)
         try:
-            fcntl.fcntl(self.descriptor, fcntl.F_SETFL, flags | os.O_DIRECT if wanted else flags & ~os.O_DIRECT)
+            fcntl.fcntl(self.descriptor, fcntl.F_SETFL, self._flags | os.O_DIRECT if wanted else self._flags)
         except OSError:
             return False
         return wanted
@@ -224,6 +277,7 @@ def write_frame(file: FrameFile, key: FrameKey, memory: Memory, codec: Codec | N
     frames.pack_header(page, Header(key, number, memory.element_size, raw_length, stored_length, piece))
     frames.seal(page, io.crc32(page, checksum))
     file.write([page, *held], 0)
+    file.start_writeback()
     _check(deadline)
     return frames.file_length(stored_length)
 
@@ -253,14 +307,29 @@ def read_frame(
     status = os.fstat(file.descriptor)
     if not stat.S_ISREG(status.st_mode):
         raise NotAFileError
-    page, tail, size = io.scratch.header, io.scratch.tail, status.st_size
+    page, size = io.scratch.header, status.st_size
     if size < PAGE:
         raise FrameError(Damage.TRUNCATED, f"{size} bytes")
-    last = size - PAGE
-    if memory.is_aligned and io.reads_directly(size, lambda: file.is_cached(page, 0) and file.is_cached(tail, last)):
-        file.go_direct()
+    ends = [(page, 0), (io.scratch.tail, size - PAGE)]
+    with io.way(size, lambda: file.is_cached(ends)) as is_direct:
+        if is_direct and memory.is_aligned:
+            file.go_direct()
+        _read(file, size, key, memory, codecs, io, deadline)
+    return size
+
+
+def _read(
+    file: FrameFile,
+    size: int,
+    key: FrameKey,
+    memory: Memory,
+    codecs: Callable[[int], Codec],
+    io: Io,
+    deadline: float,
+) -> None:
+    page = io.scratch.header
     # An object stored as it is has this length; its first piece then comes with the header page, in one call.
-    first = memory.data[: min(file.piece, len(memory.data) // PAGE * PAGE)]
+    first = memory.data[: min(file.read_piece, len(memory.data) // PAGE * PAGE)]
     if size != frames.file_length(len(memory.data)):
         first = first[:0]
     file.read([page, first] if first else [page], 0)
@@ -274,7 +343,6 @@ def read_frame(
         checksum = _read_pieces(file, header, memory.data, codecs(header.codec), io, deadline)
     frames.check_checksum(page, header, checksum, io.crc32)
     _check(deadline)
-    return size
 
 
 def _check(deadline: float) -> None:
@@ -289,7 +357,7 @@ def _write_raw(file: FrameFile, data: memoryview, io: Io, deadline: float) -> tu
     held: list[memoryview] = []
     while position < aligned:
         _check(deadline)
-        part = data[position : min(position + file.piece, aligned)]
+        part = data[position : min(position + file.write_piece, aligned)]
         checksum = io.crc32(part, checksum)
         if len(part) == aligned:
             held = [part]
@@ -314,7 +382,7 @@ def _read_raw(file: FrameFile, data: memoryview, done: int, io: Io, deadline: fl
     checksum = io.crc32(data[:done], 0)
     while done < aligned:
         _check(deadline)
-        part = data[done : min(done + file.piece, aligned)]
+        part = data[done : min(done + file.read_piece, aligned)]
         file.read([part], PAGE + done)
         checksum = io.crc32(part, checksum)
         done += len(part)

@@ -60,8 +60,9 @@ class Params:
 
     def thread_count(self) -> int:
         """Threads to start."""
-        # More than there are CPUs on a small host: a thread mostly waits for the device, which wants several requests.
-        return self.threads or min(16, max(8, os.cpu_count() or 8))
+        # A thread mostly waits for the device, which wants many requests at once; the pool sees to it that no more
+        # compute than there are CPUs.
+        return self.threads or min(32, max(16, os.cpu_count() or 16))
 
     def quarantine_limit(self) -> int:
         """Bytes of damaged files to keep."""

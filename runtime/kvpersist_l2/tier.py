@@ -13,6 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Callable
 
@@ -31,6 +32,7 @@ from .counters import Counters
 from .frame_io import ExpiredError, FrameFile, Io, Memory, NotAFileError, Scratch, read_frame, write_frame
 from .inventory import Admission, Entry, Inventory
 from .params import Params
+from .read_rates import ReadRates
 
 # Errors that say nothing about the file: another attempt may succeed.
 _TRANSIENT = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.EPERM, errno.EINTR, errno.EAGAIN}
@@ -54,6 +56,9 @@ class Stored:
     replaced: Entry | None = None
 
 
+_NOBODY = contextlib.nullcontext()
+
+
 class Tier:
     """Objects below one cache root, for as long as this process holds its lock.
 
@@ -63,6 +68,7 @@ class Tier:
             last used for it.
         on_removed: called with each object that a failed load took out, before it can be stored again.
         warn: called with one line about what an operator should know.
+        reading, writing: entered while a load or a store waits for the disk.
 
     Raises:
         UsageError: when the root cannot be used, is used by another server, or the codec's package is missing.
@@ -74,13 +80,15 @@ class Tier:
         make_handle: Callable[[FrameKey, str], Any],
         on_removed: Callable[[Entry], None],
         warn: Callable[[str], None],
+        reading: AbstractContextManager[None] = _NOBODY,
+        writing: AbstractContextManager[None] = _NOBODY,
     ) -> None:
         self.params = params
         self._on_removed = on_removed
         self._warn = warn
+        self._reading, self._writing = reading, writing
         self._codec = chosen_codec(params.codec)
         self._codecs: dict[int, Codec] = {} if self._codec is None else {self._codec.number: self._codec}
-        self._io = Io(params.io, fastest_crc32(), Scratch())
         self._quarantine: deque[OtherFile] = deque()
         self._quarantine_lock = threading.Lock()
         self._model_names: dict[str, str] = {}
@@ -92,6 +100,8 @@ class Tier:
         try:
             self._registration = Registration(params.root)
             self.counters = Counters(params.root)
+            self._read_rates = ReadRates(params.root, time.monotonic)
+            self._io = Io(params.io, fastest_crc32(), Scratch(), self._read_rates)
             self.inventory = Inventory(
                 params.capacity_bytes, params.min_free_bytes, lambda: _free_bytes(params.root), time.monotonic
             )
@@ -165,7 +175,7 @@ class Tier:
             return False
         path = os.path.join(self.params.root, layout.object_path(key))
         try:
-            with FrameFile(path, os.O_RDONLY) as file:
+            with FrameFile(path, os.O_RDONLY, self._reading) as file:
                 size = read_frame(file, key, memory, self._codec_of, self._io, deadline)
         except FileNotFoundError:
             self._drop(key, entry)
@@ -241,6 +251,7 @@ class Tier:
         try:
             self._registration.heartbeat()
             self.counters.save()
+            self._read_rates.save()
             if self._admission is not None:
                 self._admission.save(time.time(), is_last=is_last)
         except (KvpError, OSError) as error:
@@ -277,6 +288,7 @@ class Tier:
             "pinned_objects": self.inventory.pinned(),
             "scopes": self.inventory.scopes(),
             "scan_seconds": round(self.scan_s, 3),
+            "cold_read_bytes_per_s": self._read_rates.values(),
             "counters": self.counters.values(),
             "written_bytes_by_day": self.counters.written_by_day(),
         }
@@ -319,20 +331,19 @@ class Tier:
         self._prepare_folder(key, model_name)
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
         try:
-            file = FrameFile(temporary, flags)
+            file = FrameFile(temporary, flags, self._writing)
         except FileNotFoundError:  # somebody purged the folder
             self._folders.clear()
             self._model_names.clear()
             self._prepare_folder(key, model_name)
-            file = FrameFile(temporary, flags)
+            file = FrameFile(temporary, flags, self._writing)
         with file:
             size = write_frame(file, key, memory, self._codec, self._io, deadline)
             self.counters.add_written(size)
             os.utime(file.descriptor, ns=(used_ns, used_ns))
-            if self.params.fsync == "data":
-                os.fdatasync(file.descriptor)
-            elif self.params.fsync == "full":
-                os.fsync(file.descriptor)
+            if self.params.fsync != "none":
+                with self._writing:
+                    (os.fsync if self.params.fsync == "full" else os.fdatasync)(file.descriptor)
         try:
             os.rename(temporary, path)
         except (IsADirectoryError, FileExistsError):  # a folder stands in an object's place

@@ -22,6 +22,7 @@ WRITERS_FOLDER = ".writers"
 LOCK_FILE = ".lock"
 WRITTEN_FILE = ".written.json"
 ADMISSION_FILE = ".admission"
+READ_RATES_FILE = ".read-rates.json"
 # In each folder of objects: the model name that LMCache last used for it, from which its keys are rebuilt.
 MODEL_FILE = ".model.json"
 
