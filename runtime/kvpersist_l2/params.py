@@ -29,7 +29,7 @@ class Params:
         min_free_bytes: bytes of the filesystem that stores leave free.
         codec: lossless codec of new objects: none, zstd, lz4. Objects of other codecs are read by their own header.
         fsync: none, data (file content before the rename), full (also the folder after it).
-        io: auto (by object size and whether the page cache holds it), buffered, direct.
+        io: auto (from the page cache where it is there, else the way that is faster on this disk), buffered, direct.
         threads: threads for reads and writes; 0 chooses by the number of CPUs.
         admission: always, or second-hit: an object is written when it is offered the second time within the window.
         admission_window_s: seconds within which an object must be offered again.
