@@ -36,7 +36,7 @@ def memory(data: bytes) -> Memory:
     """Page-aligned, as LMCache's is."""
     area = mmap.mmap(-1, max(1, len(data)))
     area[:] = data or b"\0"
-    return Memory(memoryview(area)[: len(data)], 2, True)
+    return Memory(memoryview(area)[: len(data)], 2, 0xBF16, True)
 
 
 class TierDriver:
