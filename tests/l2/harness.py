@@ -21,8 +21,9 @@ os.environ.setdefault("LMCACHE_LOG_LEVEL", "WARNING")
 
 import torch
 from lmcache.v1.distributed.api import MemoryLayoutDesc, ObjectKey
-from lmcache.v1.distributed.config import L1MemoryManagerConfig
+from lmcache.v1.distributed.config import L1MemoryManagerConfig, parse_args
 from lmcache.v1.distributed.memory_manager import L1MemoryManager
+from lmcache.v1.distributed.storage_manager import StorageManager
 from lmcache.v1.platform import consume_fd
 
 NAMESPACE = "kvp-" + "5" * 32
@@ -147,6 +148,13 @@ def plugin(root: Path, **params: Any) -> dict[str, Any]:
         "adapter_params": {"root": str(root), "capacity_bytes": 1 << 30, "min_free_bytes": 0, **params},
         "eviction": {"eviction_policy": "LRU", "trigger_watermark": 0.9, "eviction_ratio": 0.1},
     }
+
+
+def storage_manager(adapter: dict[str, Any], watermark: float = 0.9) -> StorageManager:
+    """LMCache's two tiers and everything that moves objects between them, without a server."""
+    adapter["eviction"]["trigger_watermark"] = watermark
+    arguments = ["--l1-size-gb", "1", "--l1-init-size-gb", "1", "--eviction-policy", "LRU"]
+    return StorageManager(parse_args([*arguments, "--l2-adapter", json.dumps(adapter)]))
 
 
 def free_port() -> int:
