@@ -501,8 +501,6 @@ class Tier:
 
     def _sweep_temporary(self) -> None:
         """Removes what dead writers left, and counts the rest against the cap at its present size."""
-        if not self._temporary:
-            return
         root, now = self.params.root, time.time()
         observer = Observer(root, self._registration.marker, now)
         for path, counted in list(self._temporary.items()):
@@ -512,6 +510,7 @@ class Tier:
                 writer = layout.parse_temporary_name(os.path.basename(path)) or ""
                 if may_remove_temporary(observer.state(writer), now - status.st_mtime):
                     os.unlink(full)
+                    _remove_if_empty(os.path.dirname(full))
                     self.counters.add("temporary_removed")
                     raise FileNotFoundError
             except FileNotFoundError:
@@ -523,7 +522,10 @@ class Tier:
                 continue
             self._temporary[path] = whole_pages(status.st_size)
             self.inventory.add_other_bytes(self._temporary[path] - counted)
-        observer.remove_dead_markers()
+        try:
+            observer.remove_dead_markers()
+        except OSError as error:
+            self._warn(f"removing markers of dead writers: {reason(error)}")
 
 
 def _prepare_root(root: str) -> None:
