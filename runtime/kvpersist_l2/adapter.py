@@ -6,13 +6,14 @@ The interface, and how its controllers use it, is that of lmcache 0.5.6: ``v1/di
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Callable
 
 from kvpersist.core import layout
-from kvpersist.core.frames import PAGE, FrameKey
+from kvpersist.core.frames import PAGE, FrameKey, dtype_code
 from kvpersist.core.writers import HEARTBEAT_S
 from lmcache.lmcache_native import Bitmap
 from lmcache.logging import init_logger
@@ -423,6 +424,13 @@ def _object_key(key: FrameKey, model_name: str) -> ObjectKey:
 
 
 def _memory(memory: MemoryObj) -> Memory:
-    sizes = {dtype.itemsize for dtype in memory.get_dtypes()}
+    element_size, code = _elements(tuple(memory.get_dtypes()))
     view = memoryview(memory.byte_array).cast("B")
-    return Memory(view, sizes.pop() if len(sizes) == 1 else 1, memory.data_ptr % PAGE == 0)
+    return Memory(view, element_size, code, memory.data_ptr % PAGE == 0)
+
+
+@functools.lru_cache(maxsize=64)
+def _elements(dtypes: tuple[Any, ...]) -> tuple[int, int]:
+    """Bytes of one element and the code of an object's dtypes."""
+    sizes = {dtype.itemsize for dtype in dtypes}
+    return sizes.pop() if len(sizes) == 1 else 1, dtype_code([str(dtype).removeprefix("torch.") for dtype in dtypes])

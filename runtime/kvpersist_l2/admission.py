@@ -12,7 +12,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-from kvpersist.core.frames import FrameKey
+from kvpersist.core.frames import FrameKey, whole_pages
 from kvpersist.core.layout import ADMISSION_FILE, object_path
 
 _HEAD = struct.Struct("<4sIQ")
@@ -42,6 +42,11 @@ class SecondHit:
         self._is_saved = True
         self._load()
 
+    @property
+    def most_bytes(self) -> int:
+        """Most bytes that it takes on the disk: while it is written, there are two of it."""
+        return 2 * whole_pages(_HEAD.size + 2 * _BYTES)
+
     def admits(self, key: FrameKey, now_s: float) -> bool:
         """Whether an object was offered before; notes that it is offered now."""
         with self._lock:
@@ -66,7 +71,7 @@ class SecondHit:
                 return
             content = _HEAD.pack(_MAGIC, self._half_s, self._period) + self._now + self._before
             self._saved_s, self._is_saved = now_s, True
-        temporary = f"{self._path}.new"
+        temporary = os.path.join(os.path.dirname(self._path), f".{ADMISSION_FILE}.new")
         Path(temporary).write_bytes(content)
         os.chmod(temporary, 0o600)
         os.replace(temporary, self._path)

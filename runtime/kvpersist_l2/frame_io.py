@@ -58,11 +58,13 @@ class Memory:
     Args:
         data: its bytes.
         element_size: bytes of one element, 1 where elements of different sizes are mixed.
+        dtype_code: :func:`kvpersist.core.frames.dtype_code` of its dtypes.
         is_aligned: whether it starts at a page, which direct I/O needs.
     """
 
     data: memoryview
     element_size: int
+    dtype_code: int
     is_aligned: bool
 
 
@@ -274,7 +276,9 @@ def write_frame(file: FrameFile, key: FrameKey, memory: Memory, codec: Codec | N
         stored_length, checksum = _write_pieces(file, memory, codec, io, deadline)
     number, piece = (frames.CODEC_NONE, 0) if codec is None else (codec.number, PIECE)
     page = io.scratch.header
-    frames.pack_header(page, Header(key, number, memory.element_size, raw_length, stored_length, piece))
+    frames.pack_header(
+        page, Header(key, number, memory.element_size, raw_length, stored_length, memory.dtype_code, piece)
+    )
     frames.seal(page, io.crc32(page, checksum))
     file.write([page, *held], 0)
     file.start_writeback()
@@ -337,6 +341,8 @@ def _read(
     frames.check_key_matches(header, key)
     if header.raw_length != len(memory.data):
         raise FrameError(Damage.LENGTH, f"{header.raw_length} bytes, the object has {len(memory.data)}")
+    if header.dtype_code != memory.dtype_code:
+        raise FrameError(Damage.DTYPE, f"dtype code {header.dtype_code:04x}, the object has {memory.dtype_code:04x}")
     if header.codec == frames.CODEC_NONE:
         checksum = _read_raw(file, memory.data, len(first), io, deadline)
     else:

@@ -22,7 +22,7 @@ from kvpersist.core.errors import KvpError, UsageError
 from kvpersist.core.frames import FrameError, FrameKey, whole_pages
 from kvpersist.core.writers import may_remove_temporary
 from kvpersist.host.cache_scan import CacheContent, OtherFile, path_size, scan
-from kvpersist.host.files import reason
+from kvpersist.host.files import reason, write_atomic
 from kvpersist.host.writers import Observer, Registration, RootLock, own_marker
 
 from .admission import SecondHit
@@ -37,6 +37,7 @@ from .read_rates import ReadRates
 # Errors that say nothing about the file: another attempt may succeed.
 _TRANSIENT = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.EPERM, errno.EINTR, errno.EAGAIN}
 _FULL = {errno.ENOSPC, errno.EDQUOT}
+_OPEN_ATTEMPTS = 5
 
 
 @dataclass(frozen=True)
@@ -112,6 +113,8 @@ class Tier:
             )
             started = time.monotonic()
             self._take_over(scan(params.root), make_handle)
+            if self._admission is not None:
+                self.inventory.add_other_bytes(self._admission.most_bytes)
             self.scan_s = time.monotonic() - started
         except BaseException:
             self._lock.release()
@@ -140,6 +143,7 @@ class Tier:
         except BaseException as error:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(temporary)
+                _remove_if_empty(os.path.dirname(path))
             self.inventory.abandon(key)
             if not isinstance(error, (OSError, ExpiredError, KvpError)):
                 raise
@@ -221,18 +225,18 @@ class Tier:
         path = os.path.join(self.params.root, layout.object_path(key))
         aside = None
         try:
-            os.unlink(path)
+            try:
+                os.unlink(path)
+            except IsADirectoryError:
+                aside = self._set_aside(path, "not_a_file")
         except FileNotFoundError:
             pass
-        except IsADirectoryError:
-            aside = self._set_aside(path, "not_a_file")
         except OSError as error:
             self.inventory.put_back(key, entry)
             self.counters.add("delete_errors")
             self._warn(f"deleting {path}: {reason(error)}")
             return None
-        self.inventory.gone(entry, set_aside=aside.size if aside else 0)
-        self._keep_aside(aside)
+        self._settle_files(entry, aside, path)
         self.counters.add("deleted_objects")
         self.counters.add("deleted_bytes", entry.size)
         return entry
@@ -328,16 +332,7 @@ class Tier:
         deadline: float,
     ) -> int:
         self._registration.ensure()
-        self._prepare_folder(key, model_name)
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
-        try:
-            file = FrameFile(temporary, flags, self._writing)
-        except FileNotFoundError:  # somebody purged the folder
-            self._folders.clear()
-            self._model_names.clear()
-            self._prepare_folder(key, model_name)
-            file = FrameFile(temporary, flags, self._writing)
-        with file:
+        with self._open_new(key, model_name, temporary) as file:
             size = write_frame(file, key, memory, self._codec, self._io, deadline)
             self.counters.add_written(size)
             os.utime(file.descriptor, ns=(used_ns, used_ns))
@@ -355,6 +350,20 @@ class Tier:
             _sync_folder(os.path.dirname(path))
         return size
 
+    def _open_new(self, key: FrameKey, model_name: str, temporary: str) -> FrameFile:
+        """Opens a file to write. Its folder may go just then, with the last object in it or by somebody's hand."""
+        attempts = 0
+        while True:
+            try:
+                self._prepare_folder(key, model_name)
+                return FrameFile(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, self._writing)
+            except FileNotFoundError:
+                attempts += 1
+                if attempts == _OPEN_ATTEMPTS:
+                    raise
+                self._folders.clear()
+                self._model_names.clear()
+
     def _prepare_folder(self, key: FrameKey, model_name: str) -> None:
         folder = layout.folder(key.scope)
         relative = f"{folder}/{key.chunk_hash[:1].hex()}"
@@ -367,13 +376,14 @@ class Tier:
             self._folders.add(relative)
         if self._model_names.get(folder) != model_name:
             # Written once for each start of an engine; two threads write the same.
-            _write_small(
+            write_atomic(
                 os.path.join(self.params.root, folder, layout.MODEL_FILE), layout.render_model_file(model_name)
             )
             self._model_names[folder] = model_name
 
     def _count_failed_store(self, error: BaseException) -> None:
-        if isinstance(error, OSError) and error.errno in _FULL:
+        cause = error.__context__ if isinstance(error, KvpError) else error
+        if isinstance(cause, OSError) and cause.errno in _FULL:
             self.counters.add("rejected_disk_full")
         elif isinstance(error, ExpiredError):
             self.counters.add("store_expired")
@@ -390,7 +400,7 @@ class Tier:
     def _drop(self, key: FrameKey, entry: Entry) -> None:
         self.counters.add("vanished_objects")
         if self.inventory.take(key, only=entry) is not None:
-            self.inventory.gone(entry)
+            self._settle_files(entry, None, os.path.join(self.params.root, layout.object_path(key)))
             self._tell_removed(key, entry)
 
     def _tell_removed(self, key: FrameKey, entry: Entry) -> None:
@@ -405,25 +415,43 @@ class Tier:
         if self.inventory.take(key, only=entry) is None:
             return
         self._warn(f"{path} is damaged ({detail}). It is a miss and moved to {layout.QUARANTINE_FOLDER}")
-        aside = None
         try:
             aside = self._set_aside(path, kind)
         except OSError as error:
-            self._warn(f"moving {path} to quarantine: {reason(error)}")
-        self.inventory.gone(entry, set_aside=aside.size if aside else 0)
-        self._keep_aside(aside)
+            self._warn(f"removing {path}: {reason(error)}")
+            self.inventory.put_back(key, entry)  # it is there and takes room: a miss that the next store replaces
+            self.inventory.mark_unreadable(key, entry)
+            return
+        self._settle_files(entry, aside, path)
         self._tell_removed(key, entry)
 
+    def _settle_files(self, entry: Entry, aside: OtherFile | None, path: str) -> None:
+        """What follows when an object's file is gone from its path."""
+        self.inventory.gone(entry, set_aside=aside.size if aside else 0)
+        self._keep_aside(aside)
+        _remove_if_empty(os.path.dirname(path))
+
     def _set_aside(self, path: str, kind: str) -> OtherFile | None:
-        """Moves what stands in an object's place into the quarantine; None where nothing does."""
+        """Moves what stands in an object's place into the quarantine, or removes it where it cannot be moved.
+
+        Returns:
+            What is in the quarantine now.
+
+        Raises:
+            OSError: when it stays where it is.
+        """
         folder = os.path.join(self.params.root, layout.QUARANTINE_FOLDER)
-        os.makedirs(folder, mode=0o700, exist_ok=True)
         parent = os.path.basename(os.path.dirname(os.path.dirname(path)))
         name = f"{time.time_ns()}-{kind}-{parent}-{os.path.basename(path)}"[:250]
         target = os.path.join(folder, name)
         try:
+            os.makedirs(folder, mode=0o700, exist_ok=True)
             os.rename(path, target)
         except FileNotFoundError:
+            return None
+        except OSError as error:
+            self._warn(f"moving {path} to {layout.QUARANTINE_FOLDER}: {reason(error)}. It is removed")
+            _remove(path)
             return None
         return OtherFile(f"{layout.QUARANTINE_FOLDER}/{name}", path_size(target), time.time())
 
@@ -463,16 +491,27 @@ class Tier:
         self._sweep_temporary()
         for file in content.damaged:
             self.counters.add("damaged_at_start")
-            aside = self._set_aside(os.path.join(root, file.path), "start")
+            try:
+                aside = self._set_aside(os.path.join(root, file.path), "start")
+            except OSError as error:
+                self._warn(f"removing {file.path}: {reason(error)}")
+                self._unknown.append(file)
+                self.inventory.add_other_bytes(file.size)
+                continue
             self.inventory.add_other_bytes(aside.size if aside else 0)
             self._keep_aside(aside)
         with self._quarantine_lock:
             self._trim_quarantine()
+        for leftover in content.leftovers:
+            path = os.path.join(root, leftover)
+            if os.path.isdir(path):
+                _remove_if_empty(path)
+            else:
+                with contextlib.suppress(OSError):
+                    os.unlink(path)
 
     def _sweep_temporary(self) -> None:
         """Removes what dead writers left, and counts the rest against the cap at its present size."""
-        if not self._temporary:
-            return
         root, now = self.params.root, time.time()
         observer = Observer(root, self._registration.marker, now)
         for path, counted in list(self._temporary.items()):
@@ -482,6 +521,7 @@ class Tier:
                 writer = layout.parse_temporary_name(os.path.basename(path)) or ""
                 if may_remove_temporary(observer.state(writer), now - status.st_mtime):
                     os.unlink(full)
+                    _remove_if_empty(os.path.dirname(full))
                     self.counters.add("temporary_removed")
                     raise FileNotFoundError
             except FileNotFoundError:
@@ -493,7 +533,10 @@ class Tier:
                 continue
             self._temporary[path] = whole_pages(status.st_size)
             self.inventory.add_other_bytes(self._temporary[path] - counted)
-        observer.remove_dead_markers()
+        try:
+            observer.remove_dead_markers()
+        except OSError as error:
+            self._warn(f"removing markers of dead writers: {reason(error)}")
 
 
 def _prepare_root(root: str) -> None:
@@ -520,14 +563,10 @@ def _remove(path: str) -> None:
         shutil.rmtree(path)
 
 
-def _write_small(path: str, text: str) -> None:
-    temporary = f"{path}.{threading.get_ident()}.new"
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-    try:
-        os.write(descriptor, text.encode())
-    finally:
-        os.close(descriptor)
-    os.rename(temporary, path)
+def _remove_if_empty(folder: str) -> None:
+    # It would outlive its objects for ever, and take room that nobody counts.
+    with contextlib.suppress(OSError):
+        os.rmdir(folder)
 
 
 def _sync_folder(path: str) -> None:

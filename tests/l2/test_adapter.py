@@ -36,11 +36,6 @@ def path_of(driver: Driver, key: Any) -> Path:
     return Path(driver.adapter.report_status()["root"]) / layout.object_path(frame_key)
 
 
-def disk_bytes(driver: Driver) -> int:
-    root = Path(driver.adapter.report_status()["root"])
-    return sum(path.lstat().st_blocks * 512 for path in root.rglob("*") if path.is_file())
-
-
 @pytest.fixture
 def objects(memory: Memory) -> Any:
     made = memory.filled(4)
@@ -439,43 +434,3 @@ def test_objects_of_a_codec_that_is_not_here_are_misses_until_stored_again(
             make(codec="zstd")
     assert make().load(KEYS, targets) == [0, 1, 2, 3]
     assert driver.adapter._params.codec == "none"
-
-
-def test_a_burst_of_eight_threads_never_exceeds_the_cap(make: Make, memory: Memory) -> None:
-    capacity = 20 * FRAME + 1000
-    made = memory.filled(8)
-    worst = 0
-    for round_number in range(3):
-        driver = make(capacity_bytes=capacity, threads=4)
-        driver.adapter.register_listener(L2EvictionPolicy(LRUEvictionPolicy()))
-        stop = threading.Event()
-
-        def burst(number: int, driver: Driver = driver, round_number: int = round_number) -> None:
-            for count in range(12):
-                keys = [object_key((round_number, number, count))]
-                driver.adapter.submit_store_task(keys, [made[number]])
-                if count % 3 == 0:
-                    driver.adapter.delete([object_key((round_number, number, count - 1))])
-
-        def watch(driver: Driver = driver, stop: threading.Event = stop) -> None:
-            nonlocal worst
-            while not stop.is_set():
-                worst = max(worst, disk_bytes(driver))
-
-        watcher = threading.Thread(target=watch)
-        watcher.start()
-        threads = [threading.Thread(target=burst, args=(number,)) for number in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        while driver.adapter.report_status()["queued_stores"]:
-            time.sleep(0.01)
-        time.sleep(0.1)
-        stop.set()
-        watcher.join()
-        used = driver.adapter.get_usage().total_bytes_used
-        assert used == sum(path.stat().st_size for path in files(driver)) <= capacity
-        assert driver.counters()["rejected_capacity"] > 0
-    assert worst <= capacity + 20 * frames.PAGE, (worst, capacity)
-    memory.free(made)

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from lmcache.v1.distributed.api import GroupedObjectKeys, MemoryLayoutDesc, PrefetchTaskSpec
-from lmcache.v1.distributed.config import parse_args
 from lmcache.v1.distributed.storage_manager import StorageManager
 
-from .harness import MIB, content, object_key
+from .harness import MIB, content, object_key, plugin, storage_manager, until
 from .test_damage import flip
 
 LAYOUT = MemoryLayoutDesc([torch.Size([2, 4, 256, 256])], [torch.bfloat16])
@@ -22,22 +19,7 @@ FRAME = MIB + 4096
 
 
 def manager(root: Path, capacity: int, codec: str) -> StorageManager:
-    adapter = {
-        "type": "plugin",
-        "module_path": "kvpersist_l2.adapter",
-        "class_name": "KvPersistL2Adapter",
-        "adapter_params": {"root": str(root), "capacity_bytes": capacity, "min_free_bytes": 0, "codec": codec},
-        "eviction": {"eviction_policy": "LRU", "trigger_watermark": 0.5, "eviction_ratio": 0.2},
-    }
-    arguments = ["--l1-size-gb", "1", "--l1-init-size-gb", "1", "--eviction-policy", "LRU"]
-    return StorageManager(parse_args([*arguments, "--l2-adapter", json.dumps(adapter)]))
-
-
-def until(is_so: Callable[[], bool], timeout_s: float = 30) -> None:
-    end = time.monotonic() + timeout_s
-    while not is_so():
-        assert time.monotonic() < end, "it never came to that"
-        time.sleep(0.02)
+    return storage_manager(plugin(root, capacity_bytes=capacity, codec=codec), watermark=0.5)
 
 
 def write(storage: StorageManager, keys: list[Any], seed: int = 0) -> None:
@@ -111,4 +93,22 @@ def test_the_watermark_makes_room_and_the_cap_holds(tmp_path: Path) -> None:
     counters = status(storage)["counters"]
     assert counters["deleted_objects"] > 0
     assert status(storage)["used_bytes"] == sum(path.stat().st_size for path in tmp_path.glob("*/*/*.bin"))
+    storage.close()
+
+
+def test_after_a_restart_what_was_unused_longest_goes_first(tmp_path: Path) -> None:
+    first, second, third = ([object_key((batch, number)) for number in range(4)] for batch in range(3))
+    storage = manager(tmp_path, 1 << 30, "none")
+    for batch in (first, second, third):
+        write(storage, batch)
+        until(lambda: status(storage)["queued_stores"] + status(storage)["writing_bytes"] == 0)
+    until(lambda: status(storage)["objects"] == 12)
+    prefetch(storage, first)
+    storage.close()
+
+    storage = manager(tmp_path, 16 * FRAME, "none")
+    until(lambda: status(storage)["objects"] <= 8)
+    left = {path.name.split("-")[2][:64] for path in tmp_path.glob("*/??/*.bin")}
+    assert {key.chunk_hash.hex() for key in first} <= left
+    assert not {key.chunk_hash.hex() for key in second} & left
     storage.close()

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from kvpersist.core import frames
 
 from .harness import MIB, Driver, Memory, data_of, object_key
@@ -51,11 +52,19 @@ def replace_by_fifo(path: Path) -> None:
     os.mkfifo(path)
 
 
+def swap(one: Path, other: Path) -> None:
+    aside = one.with_name("aside")
+    one.rename(aside)
+    other.rename(one)
+    aside.rename(other)
+
+
 DAMAGE: dict[str, tuple[str, Callable[[Path], None]]] = {
     "flipped bit in the payload": ("checksum", lambda path: flip(path, frames.PAGE + 1000, 3)),
     "flipped bit in the last byte": ("checksum", lambda path: flip(path, -1, 7)),
     "flipped bit in the checksum": ("checksum", lambda path: flip(path, 24)),
     "flipped bit in the key": ("key", lambda path: flip(path, 52)),
+    "flipped bit in the dtype": ("dtype", lambda path: flip(path, 46)),
     "flipped bit behind the key": ("checksum", lambda path: flip(path, 4000)),
     "flipped bit in the codec": ("header", lambda path: flip(path, 5, 6)),
     "another magic": ("magic", lambda path: flip(path, 0)),
@@ -106,11 +115,7 @@ def test_swapped_files_are_two_misses(make: Make, memory: Memory) -> None:
     made, read = memory.filled(2), memory.objects(2)
     driver = make()
     driver.store([BAD, OTHER], made)
-    one, other = path_of(driver, BAD), path_of(driver, OTHER)
-    aside = one.with_name("aside")
-    one.rename(aside)
-    other.rename(one)
-    aside.rename(other)
+    swap(path_of(driver, BAD), path_of(driver, OTHER))
     assert driver.load([BAD, OTHER], read) == []
     assert driver.counters()["damaged_key"] == 2
     assert driver.store([BAD, OTHER], made).is_successful()
@@ -120,15 +125,19 @@ def test_swapped_files_are_two_misses(make: Make, memory: Memory) -> None:
 
 
 @pytest.mark.parametrize("codec", ["none", "zstd"])
-@pytest.mark.parametrize("size", [MIB // 2, 2 * MIB])
+@pytest.mark.parametrize(
+    ("dtype", "kind"),
+    [(torch.float8_e4m3fn, "length"), (torch.float32, "length"), (torch.float16, "dtype"), (torch.int16, "dtype")],
+)
 def test_an_object_of_another_dtype_under_the_same_key_is_a_miss(
-    make: Make, memory: Memory, codec: str, size: int
+    make: Make, memory: Memory, codec: str, dtype: Any, kind: str
 ) -> None:
-    made, target, again = memory.filled(1), memory.objects(1, size), memory.filled(1, size, seed=5)
+    size = MIB * dtype.itemsize // 2
+    made, target, again = memory.filled(1), memory.objects(1, size, dtype), memory.filled(1, size, 5, dtype)
     driver = make(codec=codec)
     driver.store([BAD], made)
     assert driver.load([BAD], target) == []
-    assert driver.counters()["damaged_length"] == 1
+    assert driver.counters()[f"damaged_{kind}"] == 1
     assert driver.store([BAD], again).is_successful()
     assert driver.load([BAD], target) == [0]
     assert data_of(target[0]) == data_of(again[0])

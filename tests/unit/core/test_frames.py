@@ -23,7 +23,7 @@ KEY = FrameKey("kvp-" + "0" * 32, 0x01000100, 0, bytes(range(32)), "")
 
 def frame(key: FrameKey, payload: bytes, codec: int = frames.CODEC_NONE, raw_length: int | None = None) -> bytes:
     page = bytearray(frames.PAGE)
-    header = Header(key, codec, 2, len(payload) if raw_length is None else raw_length, len(payload))
+    header = Header(key, codec, 2, len(payload) if raw_length is None else raw_length, len(payload), 0xABCD)
     frames.pack_header(page, header)
     padded = payload.ljust(frames.whole_pages(len(payload)), b"\0")
     frames.seal(page, zlib.crc32(page, zlib.crc32(padded)))
@@ -38,7 +38,7 @@ def verify(data: bytes, key: FrameKey | None = None) -> Header:
 def test_a_written_frame_reads_back(key: FrameKey, payload: bytes) -> None:
     data = frame(key, payload)
     header = verify(data, key)
-    assert (header.key, header.raw_length, header.element_size) == (key, len(payload), 2)
+    assert (header.key, header.raw_length, header.element_size, header.dtype_code) == (key, len(payload), 2, 0xABCD)
     assert len(data) == frames.file_length(len(payload))
     assert data[frames.PAGE : frames.PAGE + header.stored_length] == payload
 
@@ -106,7 +106,6 @@ def patched(data: bytes, offset: int, value: bytes) -> bytes:
         (8, b"\1", Damage.LENGTH),
         (40, b"\0", Damage.HEADER),
         (42, b"\xff\xff", Damage.HEADER),
-        (46, b"\1", Damage.HEADER),
         (52 + 32, b"\xff", Damage.HEADER),
     ],
 )
@@ -138,6 +137,13 @@ def test_a_file_that_shrinks_while_it_is_read_is_truncated() -> None:
 def test_a_key_beyond_the_limits_is_refused(key: FrameKey) -> None:
     with pytest.raises(ValueError, match=r"has|range"):
         frames.check_key(key)
+
+
+def test_dtypes_of_one_size_are_told_apart() -> None:
+    names = "float64 float32 float16 bfloat16 float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu"
+    names += " float4_e2m1fn_x2 int64 int32 int16 int8 uint64 uint32 uint16 uint8 bool"
+    codes = [frames.dtype_code([name]) for name in names.split()]
+    assert len({*codes, frames.dtype_code(["bfloat16", "uint8"]), frames.dtype_code(["uint8", "bfloat16"])}) == 21
 
 
 def test_the_largest_key_fits() -> None:

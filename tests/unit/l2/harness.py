@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import json
 import mmap
+import os
 import random
+import subprocess
+import sys
 import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +22,17 @@ from kvpersist_l2.tier import Stored, Tier
 
 NAMESPACE = "kvp-" + "7" * 32
 MODEL = f"/models/{NAMESPACE}"
+# What crashing processes work on.
+CAPACITY = 3_000_000
+OBJECTS = 40
 
 
 def key(number: object, scope: str = NAMESPACE, salt: str = "") -> FrameKey:
     return FrameKey(scope, 0x01000100, 0, hashlib.sha256(repr(number).encode()).digest(), salt)
+
+
+def size_of(number: int) -> int:
+    return 50_000 + number * 5_001
 
 
 def content(frame_key: FrameKey, size: int) -> bytes:
@@ -36,7 +49,7 @@ def memory(data: bytes) -> Memory:
     """Page-aligned, as LMCache's is."""
     area = mmap.mmap(-1, max(1, len(data)))
     area[:] = data or b"\0"
-    return Memory(memoryview(area)[: len(data)], 2, True)
+    return Memory(memoryview(area)[: len(data)], 2, 0xBF16, True)
 
 
 class TierDriver:
@@ -72,3 +85,27 @@ class TierDriver:
 
     def close(self) -> None:
         self.tier.close()
+
+
+def command(what: str, root: Path, before: Sequence[str] = (), *rest: str) -> dict[str, Any]:
+    """A process of process.py, as :mod:`subprocess` wants it, behind a command that runs it."""
+    return {
+        "args": [*before, sys.executable, str(Path(__file__).with_name("process.py")), what, str(root), *rest],
+        "env": {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+        "text": True,
+    }
+
+
+@contextlib.contextmanager
+def running(
+    what: str, root: Path, *rest: str, before: Sequence[str] = ()
+) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
+    """A process of process.py, and what it says when it is ready."""
+    process = subprocess.Popen(**command(what, root, before, *rest), stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    try:
+        yield process, json.loads(process.stdout.readline())
+    finally:
+        process.kill()
+        process.stdout.read()  # the end of a namespace's processes too, of which the one above is only the parent
+        process.wait()

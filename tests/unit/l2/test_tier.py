@@ -127,6 +127,72 @@ def test_residue_goes_by_the_writer_guard_and_counts_while_it_stays(tmp_path: Pa
     driver.close()
 
 
+def test_what_a_killed_server_had_not_finished_writing_goes(tmp_path: Path) -> None:
+    driver = TierDriver(tmp_path)
+    driver.store(key(1), content(key(1), SIZE))
+    driver.close()
+    folder = tmp_path / NAMESPACE
+    young, old = (tmp_path / ".writers" / f".{name}.json.x" for name in ("young", "old"))
+    gone = [tmp_path / "..written.json.x", tmp_path / "..admission.new", folder / "..model.json.x", old]
+    for path in (*gone, young):
+        path.write_text("{")
+    os.utime(old, (time.time() - 1000,) * 2)
+    (folder / "00").mkdir(exist_ok=True)
+    leave_temporary(tmp_path, "kept", "a" * 32, 0)
+    driver = TierDriver(tmp_path)
+    assert not [path for path in gone if path.exists()]
+    assert young.exists()
+    assert not (folder / "00").exists()
+    assert driver.load(key(1), SIZE) == content(key(1), SIZE)
+    driver.close()
+
+
+def test_a_folder_goes_with_its_last_object(tmp_path: Path) -> None:
+    driver = TierDriver(tmp_path)
+    for _ in range(2):
+        driver.store(key(1), content(key(1), SIZE))
+        assert driver.delete(key(1))
+        assert [path.name for path in (tmp_path / NAMESPACE).iterdir()] == [layout.MODEL_FILE]
+    driver.close()
+
+
+def test_damage_is_removed_where_the_quarantine_cannot_be_used(tmp_path: Path) -> None:
+    driver = TierDriver(tmp_path)
+    (tmp_path / layout.QUARANTINE_FOLDER).write_text("in the way")
+    driver.store(key(1), content(key(1), SIZE))
+    os.truncate(path_of(tmp_path, 1), PAGE)
+    assert driver.load(key(1), SIZE) is None
+    assert not path_of(tmp_path, 1).exists()
+    assert driver.tier.inventory.used_bytes() == 0
+    assert driver.store(key(1), content(key(1), SIZE)).is_success
+    assert driver.load(key(1), SIZE) == content(key(1), SIZE)
+    driver.close()
+
+
+def test_damage_that_cannot_be_removed_counts_until_a_store_replaces_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(30, "read-only file system")
+
+    driver = TierDriver(tmp_path)
+    driver.store(key(1), content(key(1), SIZE))
+    with path_of(tmp_path, 1).open("r+b") as file:
+        file.write(b"?")
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "rename", fail)
+        patched.setattr(os, "unlink", fail)
+        assert driver.load(key(1), SIZE) is None
+        assert driver.load(key(1), SIZE) is None
+    assert driver.counters()["damaged_magic"] == 1
+    assert driver.tier.inventory.used_bytes() == FRAME
+    assert not driver.tier.lookup([key(1)])
+    assert driver.store(key(1), content(key(1), SIZE)).is_success
+    assert driver.load(key(1), SIZE) == content(key(1), SIZE)
+    assert driver.tier.inventory.used_bytes() == FRAME
+    driver.close()
+
+
 def test_files_of_an_earlier_run_count_against_the_cap(tmp_path: Path) -> None:
     driver = TierDriver(tmp_path)
     for number in range(4):

@@ -13,7 +13,7 @@ from __future__ import annotations
 import enum
 import struct
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import BinaryIO, NamedTuple, Protocol
 
 PAGE = 4096
@@ -60,6 +60,7 @@ class Damage(enum.Enum):
     TRUNCATED = "truncated"
     LENGTH = "length"
     KEY = "key"
+    DTYPE = "dtype"
     CHECKSUM = "checksum"
 
 
@@ -105,6 +106,7 @@ class Header(NamedTuple):
         element_size: bytes of one element of the object, 1 where unknown.
         raw_length: bytes of the object.
         stored_length: bytes of the payload without padding.
+        dtype_code: :func:`dtype_code` of the object.
         piece_length: raw bytes in each piece of a compressed payload but the last, 0 without a codec.
         checksum: CRC32 over the padded payload and the header page with this field zero.
     """
@@ -114,8 +116,20 @@ class Header(NamedTuple):
     element_size: int
     raw_length: int
     stored_length: int
+    dtype_code: int = 0
     piece_length: int = 0
     checksum: int = 0
+
+
+def dtype_code(names: Sequence[str]) -> int:
+    """What a frame keeps of an object's dtypes: 16 bits that differ between all dtypes that KV has.
+
+    The same bytes mean other numbers in another dtype, and many dtypes are of one size.
+
+    Args:
+        names: as torch names them, without ``torch.``; several where elements of different dtypes are mixed.
+    """
+    return zlib.crc32(",".join(names).encode()) & 0xFFFF
 
 
 def whole_pages(length: int) -> int:
@@ -150,7 +164,7 @@ def pack_header(page: PageBuffer, header: Header) -> None:
         len(chunk_hash),
         len(scope),
         len(salt),
-        0,
+        header.dtype_code,
         header.piece_length,
     )
     page[_TEXT_OFFSET : _TEXT_OFFSET + len(text)] = text
@@ -187,7 +201,7 @@ def parse_header(page: bytes | bytearray | memoryview, size: int) -> Header:
         raise FrameError(Damage.MAGIC, f"it starts with {bytes(magic).hex()}, a frame with {MAGIC.hex()}")
     if version != VERSION:
         raise FrameError(Damage.VERSION, f"version {version}, this program reads {VERSION}")
-    key, element_size, piece_length = _parse_key(page)
+    key, element_size, code, piece_length = _parse_key(page)
     if codec not in CODEC_NAMES or flags or not element_size:
         raise FrameError(Damage.HEADER, f"codec {codec}, flags {flags}, element size {element_size}")
     if codec == CODEC_NONE and raw_length != stored_length:
@@ -197,7 +211,7 @@ def parse_header(page: bytes | bytearray | memoryview, size: int) -> Header:
         raise FrameError(Damage.TRUNCATED, f"{size} bytes, its header says {expected}")
     if size > expected:
         raise FrameError(Damage.LENGTH, f"{size} bytes, its header says {expected}")
-    return Header(key, codec, element_size, raw_length, stored_length, piece_length, checksum)
+    return Header(key, codec, element_size, raw_length, stored_length, code, piece_length, checksum)
 
 
 def check_key_matches(header: Header, key: FrameKey) -> None:
@@ -278,13 +292,13 @@ def _encoded(key: FrameKey) -> tuple[bytes, bytes]:
     return scope, salt
 
 
-def _parse_key(page: bytes | bytearray | memoryview) -> tuple[FrameKey, int, int]:
-    kv_rank, group, element_size, hash_length, scope_length, salt_length, reserved, piece_length = _KEY.unpack_from(
+def _parse_key(page: bytes | bytearray | memoryview) -> tuple[FrameKey, int, int, int]:
+    kv_rank, group, element_size, hash_length, scope_length, salt_length, code, piece_length = _KEY.unpack_from(
         page, _KEY_OFFSET
     )
     end = _TEXT_OFFSET + hash_length + scope_length + salt_length
-    if reserved or end > PAGE:
-        raise FrameError(Damage.HEADER, f"its key fields say {end} bytes, reserved field {reserved}")
+    if end > PAGE:
+        raise FrameError(Damage.HEADER, f"its key fields say {end} bytes")
     text = bytes(page[_TEXT_OFFSET:end])
     scope_end = hash_length + scope_length
     try:
@@ -293,4 +307,4 @@ def _parse_key(page: bytes | bytearray | memoryview) -> tuple[FrameKey, int, int
         )
     except UnicodeDecodeError:
         raise FrameError(Damage.HEADER, "its key is not UTF-8") from None
-    return key, element_size, piece_length
+    return key, element_size, code, piece_length

@@ -105,6 +105,11 @@ def parse_temporary_name(name: str) -> str | None:
     return match.group(2) if match else None
 
 
+def is_unfinished(name: str) -> bool:
+    """Whether a file is one of ours that is written beside its name first: ours start with a dot, and get another."""
+    return name.startswith("..")
+
+
 def is_object_folder(name: str) -> bool:
     """Whether a folder below the root holds objects."""
     return bool(_FOLDER.match(name))

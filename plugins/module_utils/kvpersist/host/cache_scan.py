@@ -54,6 +54,7 @@ class CacheContent:
         damaged: what has an object's name and cannot be a frame: cut files, folders, links.
         unknown: files in object folders that are none of these, and objects whose key cannot be told.
         quarantined: files in the quarantine, oldest first.
+        leftovers: paths of empty folders and of what a killed server had not finished writing beside its objects.
         model_names: model name by folder.
     """
 
@@ -62,6 +63,7 @@ class CacheContent:
     damaged: list[OtherFile] = field(default_factory=list)
     unknown: list[OtherFile] = field(default_factory=list)
     quarantined: list[OtherFile] = field(default_factory=list)
+    leftovers: list[str] = field(default_factory=list)
     model_names: dict[str, str] = field(default_factory=dict)
 
 
@@ -77,6 +79,8 @@ def scan(root: str) -> CacheContent:
         for entry in entries:
             if _is_folder(entry) and layout.is_object_folder(entry.name):
                 folders.append(entry.name)
+            elif layout.is_unfinished(entry.name):
+                content.leftovers.append(entry.name)
             elif not entry.name.startswith("."):  # our own files start with a dot
                 # Of another adapter or of somebody: it takes room under the cap, whoever wrote it.
                 size = path_size(entry.path)
@@ -122,7 +126,7 @@ def _scan_folder(root: str, folder: str, salts: dict[str | None, str], content: 
     scope = layout.scope(model_name) if model_name is not None else None
     parse, whole = layout.parse_object_name, _is_whole
     add = content.objects.append
-    for shard, entry, status in _files(path):
+    for shard, entry, status in _files(path, folder, content):
         name = entry.name
         parsed = parse(name)
         if parsed is None:
@@ -149,16 +153,29 @@ def _scan_folder(root: str, folder: str, salts: dict[str | None, str], content: 
         add(StoredObject(status.st_mtime_ns, key, status.st_size, model_name))
 
 
-def _files(path: str) -> Iterator[tuple[str, os.DirEntry[str], os.stat_result]]:
+def _files(path: str, folder: str, content: CacheContent) -> Iterator[tuple[str, os.DirEntry[str], os.stat_result]]:
+    names = []
     with os.scandir(path) as shards:
-        names = [entry.name for entry in shards if _is_folder(entry) and layout.is_shard(entry.name)]
+        for entry in shards:
+            relative = f"{folder}/{entry.name}"
+            if _is_folder(entry) and layout.is_shard(entry.name):
+                names.append(entry.name)
+            elif layout.is_unfinished(entry.name):
+                content.leftovers.append(relative)
+            elif entry.name != layout.MODEL_FILE:
+                modified = entry.stat(follow_symlinks=False).st_mtime
+                content.unknown.append(OtherFile(relative, path_size(entry.path), modified))
     for shard in names:
+        is_empty = True
         with os.scandir(os.path.join(path, shard)) as entries:
             for entry in entries:
+                is_empty = False
                 try:
                     yield shard, entry, entry.stat(follow_symlinks=False)
                 except FileNotFoundError:
                     continue
+        if is_empty:
+            content.leftovers.append(f"{folder}/{shard}")
 
 
 def _model_name(path: str, folder: str) -> str | None:

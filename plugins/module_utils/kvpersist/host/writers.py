@@ -14,7 +14,16 @@ from typing import Any
 
 from ..core.errors import UsageError
 from ..core.layout import LOCK_FILE, WRITERS_FOLDER
-from ..core.writers import Found, Liveness, Marker, is_observable, liveness, may_remove_marker, parse_marker
+from ..core.writers import (
+    UNREGISTERED_S,
+    Found,
+    Liveness,
+    Marker,
+    is_observable,
+    liveness,
+    may_remove_marker,
+    parse_marker,
+)
 from .files import reason, write_atomic
 from .processes import process
 
@@ -131,9 +140,12 @@ class Observer:
         removed = 0
         folder = os.path.join(self._root, WRITERS_FOLDER)
         for name in sorted(os.listdir(folder)) if os.path.isdir(folder) else ():
-            state, age = self._judge(os.path.join(folder, name))
-            if state is not None and may_remove_marker(state, age):
-                os.unlink(os.path.join(folder, name))
+            path = os.path.join(folder, name)
+            state, age = self._judge(path)
+            # A name with a dot in front is a marker that was being written, and no writer's yet.
+            is_unfinished = name.startswith(".") and age > UNREGISTERED_S
+            if state is not None and (is_unfinished or may_remove_marker(state, age)):
+                os.unlink(path)
                 removed += 1
         return removed
 
