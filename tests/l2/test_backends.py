@@ -248,6 +248,20 @@ def test_what_raw_block_has_not_written_into_its_index_is_lost_with_the_server(
     driver.adapter.close()
 
 
+def test_two_servers_on_one_file_of_raw_block_serve_each_other_s_bytes(
+    start: Make, objects: Callable[..., list[Any]], memory: Memory, tmp_path: Path
+) -> None:
+    keys, stored, loaded = [object_key(0), object_key(1)], objects(2), memory.objects(1)
+    first = start("raw_block")
+    second = adapter_on(memory, "raw_block", tier(tmp_path))
+    first.store(keys[:1], stored[:1])
+    second.store(keys[1:], stored[1:])
+    assert first.load(keys[:1], loaded) == [0]
+    assert data_of(loaded[0]) == data_of(stored[1])
+    second.adapter.close()
+    memory.free(loaded)
+
+
 def longest_model(backend: str) -> str:
     """A model path whose spelling in names of the backend is as long as is allowed."""
     start, spell = "/models/mimo/", BACKENDS[backend].spell
@@ -287,14 +301,24 @@ def test_the_index_of_raw_block_has_room_for_every_slot(
     assert 512 < written / slots <= 1024, "bytes of one entry, for which the layout reserves a KiB"
 
 
-def test_raw_block_keeps_objects_when_the_budget_grows_by_a_little_and_drops_them_with_another_size(
-    start: Make, objects: Callable[..., list[Any]], tmp_path: Path
+@pytest.mark.parametrize(
+    ("before", "after", "kept"),
+    [
+        ({}, {"capacity_bytes": 48 * MIB}, True),
+        ({}, {"capacity_bytes": 24 * MIB}, True),
+        ({}, {"capacity_bytes": 8 * MIB}, False),  # fewer slots than are in use
+        ({}, {"object_bytes": MIB // 2}, False),  # slots of another size
+        ({"object_bytes": PAGE, "capacity_bytes": 3 * MIB}, {"object_bytes": PAGE, "capacity_bytes": 4 * MIB}, False),
+    ],
+    ids=["grown", "shrunk", "too-small", "other-model", "larger-index"],
+)
+def test_raw_block_keeps_its_objects_or_drops_them_all_when_the_layout_changes(
+    start: Make, objects: Callable[..., list[Any]], tmp_path: Path, before: Any, after: Any, kept: bool
 ) -> None:
-    key = object_key(0)
-    start("raw_block", capacity_bytes=32 * MIB).store([key], objects(1))
-    assert start("raw_block", capacity_bytes=48 * MIB).lookup([key]) == [0]
-    assert on_disk(tmp_path) == 48 * MIB
-    assert start("raw_block", capacity_bytes=48 * MIB, object_bytes=MIB // 2).lookup([key]) == []
+    keys = [object_key(number) for number in range(12)]
+    start("raw_block", **before).store(keys, objects(12, before.get("object_bytes", MIB)))
+    assert start("raw_block", **after).lookup(keys) == (list(range(12)) if kept else [])
+    assert on_disk(tmp_path) == tier(tmp_path, **after).capacity_bytes
 
 
 def test_fs_and_fs_native_share_names_so_the_identity_must_tell_them_apart(
