@@ -20,4 +20,5 @@ compile --python-version 3.11 --output-file controller.lock "$@" controller.in
 # The tests run with what the controller has and with what the hosts get.
 compile --python-version 3.11 --output-file dev.lock --constraints controller.lock --constraints tools.lock "$@" dev.in
 compile --python-version 3.11 --output-file engine-cpu.lock --overrides engine-cpu.overrides "$@" engine-cpu.in
-compile --python-version 3.11 --output-file l2-test.lock --constraints dev.lock "$@" l2-test.in
+compile --python-version 3.11 --output-file l2-test.lock --constraints dev.lock --overrides l2-test.overrides \
+    "$@" l2-test.in

@@ -21,7 +21,8 @@ SUPPORT = ("full", "partial", "none", "N/A")
 
 _module_utils = str(ROOT / "plugins" / "module_utils")
 if _module_utils not in ansible.module_utils.__path__:
-    ansible.module_utils.__path__.append(_module_utils)
+    # First, since the environment may hold a link to another checkout.
+    ansible.module_utils.__path__.insert(0, _module_utils)
 
 every_module = pytest.mark.parametrize("path", MODULES, ids=lambda path: path.stem)
 

@@ -9,7 +9,7 @@ from typing import Any, Callable
 import pytest
 import yaml
 from kvpersist.cli.docs import write_docs
-from kvpersist.core.settings import SETTINGS, Setting
+from kvpersist.core.settings import ROLE_VARIABLES, SETTINGS, Setting
 
 ROOT = Path(__file__).parents[2]
 ROLES = ROOT / "roles"
@@ -184,3 +184,26 @@ def test_defaults_that_differ_from_their_specification_are_found(change: Change,
     assert default_differences("recovery", defaults, specs) == []
     change(defaults, specs["main"]["options"])
     assert any(complaint in difference for difference in default_differences("recovery", defaults, specs))
+
+
+def names_of(tasks: Any) -> set[str]:
+    """Variables that a list of tasks registers, sets or passes on, blocks included."""
+    found: set[str] = set()
+    for task in tasks:
+        facts = task.get("ansible.builtin.set_fact", {})
+        found |= {task.get("register", ""), *facts, *task.get("vars", {})}
+        for part in ("block", "rescue", "always"):
+            found |= names_of(task.get(part, []))
+    return found
+
+
+def test_preflight_knows_every_variable_of_the_roles_that_is_called_like_a_setting() -> None:
+    found: set[str] = set()
+    for role in (path for path in ROLES.iterdir() if path.is_dir()):
+        constants = role / "vars" / "main.yml"
+        found |= {*defaults_of(role.name), *(read(constants) if constants.exists() else {})}
+        found |= {name for entry in specs_of(role.name).values() for name in entry.get("options", {})}
+        for path in (role / "tasks").glob("*.yml"):
+            found |= names_of(yaml.safe_load(path.read_text("utf-8")))
+    alike = {name for name in found if name.startswith(("cache_server_", "kvp_", "vllm_engine_"))}
+    assert alike - {setting.variable for setting in SETTINGS} == ROLE_VARIABLES

@@ -185,6 +185,7 @@ def test_the_engine_runs_plainly_with_kv_persist_off_and_comes_back(demo: Demo) 
         ("kvp_cache_budget_gb=10000000", "Lower kvp_cache_budget_gb or use a larger disk"),
         ("kvp_cache_port=70000", "kvp_cache_port must be at most 65535"),
         ("cache_server_venv=/nowhere", "ERROR: lmcache CLI missing"),
+        ("kvp_cache_budgt_gb=3", "kvp_cache_budgt_gb is not a setting (did you mean kvp_cache_budget_gb?)"),
     ],
 )
 def test_bad_input_stops_in_preflight_with_one_line(demo: Demo, variable: str, line: str) -> None:

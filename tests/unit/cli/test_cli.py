@@ -161,6 +161,11 @@ def test_preflight_problems_exit_3_one_line_each(saved: Deployed) -> None:
 def test_a_ready_host_says_so(saved: Deployed) -> None:
     result = run(saved, "preflight")
     assert (result.returncode, result.stdout, result.stderr) == (0, "This host is ready.\n", "")
+    saved.settings["cache_server_l2_backend"] = "fs"
+    saved.render()
+    result = run(saved, "preflight")
+    assert (result.returncode, result.stderr) == (0, "")
+    assert [line[:27] for line in result.stdout.splitlines()] == ["WARNING: kvp_cache_budget_g", "This host is ready."]
 
 
 def test_an_edited_identity_is_a_mismatch_exit_4_in_gate_and_model_name(running: Deployed) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable
 from typing import Any
@@ -21,7 +22,7 @@ from kvpersist.core.commands import (
     l2_adapter_config,
     served_path,
 )
-from kvpersist.core.deployment import Deployment, deployment_from_values
+from kvpersist.core.deployment import CacheServer, Deployment, deployment_from_values
 from kvpersist.core.engine_args import HARMLESS, OWNED, parse_options
 from kvpersist.core.errors import UsageError
 from kvpersist.core.identity import model_path
@@ -48,6 +49,11 @@ def single(argv: list[str], option: str) -> str:
     """The one value of an option."""
     (value,) = parse_options(argv)[option]
     return value
+
+
+def sized(cache: CacheServer, object_bytes: int = 1_000_000) -> CacheServer:
+    """As the host completes it for a backend with slots."""
+    return dataclasses.replace(cache, object_bytes=object_bytes)
 
 
 def test_engine_on_the_host_with_cuda_and_cache(deploy: Deploy) -> None:
@@ -208,13 +214,13 @@ def test_the_disk_tier_always_evicts(mode: str, device: str, backend: str, deplo
         cache_server_evict_trigger_watermark=0.8,
         cache_server_evict_ratio=0.2,
     )
-    adapter = json.loads(single(cache_argv(deployment.cache), "--l2-adapter"))
+    adapter = json.loads(single(cache_argv(sized(deployment.cache)), "--l2-adapter"))
     assert adapter["eviction"] == {"eviction_policy": "LRU", "trigger_watermark": 0.8, "eviction_ratio": 0.2}
 
 
 @pytest.mark.parametrize("backend", sorted(BACKENDS))
 def test_a_backend_is_recognised_by_its_own_json(backend: str, deploy: Deploy) -> None:
-    config = l2_adapter_config(deploy(cache_server_l2_backend=backend).cache)
+    config = l2_adapter_config(sized(deploy(cache_server_l2_backend=backend).cache))
     assert backend_of(config) is BACKENDS[backend]
     assert codec_of(config) == "none"
 
@@ -236,25 +242,72 @@ def test_the_projects_own_disk_tier(deploy: Deploy) -> None:
     }
 
 
-def test_lmcaches_own_disk_tier_needs_no_packages_of_ours(deploy: Deploy) -> None:
-    cache = deploy(kvp_cache_root="/nvme/l2", cache_server_l2_backend="fs_native").cache
-    assert l2_adapter_config(cache)["base_path"] == "/nvme/l2"
+LMCACHES = {
+    "fs_native": {"type": "fs_native", "base_path": "/nvme/l2", "max_capacity_gb": 2.0},
+    "nixl_store_dynamic": {
+        "type": "nixl_store_dynamic",
+        "backend": "POSIX",
+        "backend_params": {"file_path": "/nvme/l2", "use_direct_io": "false", "max_capacity_gb": "2.0"},
+    },
+    "fs": {"type": "fs", "base_path": "/nvme/l2"},
+    "raw_block": {
+        "type": "raw_block",
+        "device_path": "/nvme/l2/raw-block.data",
+        "capacity_bytes": 2 * 1024**3,
+        "slot_bytes": 245 * 4096 + 4096,  # whole pages for the object, one for its header
+        "meta_total_bytes": 8 * 1024**2,  # 2,131 slots, two KiB of index for each, up to the next power of two
+        "meta_checkpoint_interval_sec": 10,
+    },
+}
+
+
+@pytest.mark.parametrize("backend", LMCACHES)
+def test_lmcaches_own_disk_tiers_get_all_they_need_and_no_packages_of_ours(backend: str, deploy: Deploy) -> None:
+    settings = {"kvp_cache_root": "/nvme/l2", "kvp_cache_budget_gb": 2.147483648}
+    cache = sized(deploy(cache_server_l2_backend=backend, **settings).cache)
+    adapter = l2_adapter_config(cache)
+    assert adapter.pop("eviction")
+    assert adapter == LMCACHES[backend]
     assert "PYTHONPATH" not in cache_environment(cache)
+    assert sorted(LMCACHES) == sorted(set(BACKENDS) - {"kvpersist"})
+
+
+@given(st.integers(1, 1_500_000), st.integers(1, 1 << 27))
+def test_slots_and_index_of_raw_block_fit_its_file_or_the_budget_is_refused(megabytes: int, object_bytes: int) -> None:
+    settings = {"kvp_model_dir": "/m", "kvp_model_id": "m", "kvp_model_family": "m", "kvp_launch_mode": "host"}
+    values = {**settings, "kvp_cache_budget_gb": megabytes / 1000, "cache_server_l2_backend": "raw_block"}
+    cache = sized(deployment_from_values(validate(values, "testing")).cache, object_bytes)
+    if megabytes * 1_000_000 // 4096 < 256 + -(-object_bytes // 4096) + 1:  # pages: least index, object, its header
+        with pytest.raises(UsageError, match=r"holds no object of .* Raise kvp_cache_budget_gb"):
+            l2_adapter_config(cache)
+        return
+    adapter = l2_adapter_config(cache)
+    slot, index, size = adapter["slot_bytes"], adapter["meta_total_bytes"], adapter["capacity_bytes"]
+    assert [value % 4096 for value in (slot, index, size)] == [0, 0, 0]
+    assert object_bytes + 4096 <= slot < object_bytes + 3 * 4096
+    assert megabytes * 1_000_000 - 4096 < size <= megabytes * 1_000_000
+    slots = (size - index) // slot
+    assert slots >= 1
+    assert slots * 1024 <= index // 2 - 4096, "half of it holds one copy of the index, behind a header page"
+
+
+# fs reads no capacity, raw_block takes whole pages of it.
+WITH_BYTES = ("kvpersist", "fs_native", "nixl_store_dynamic")
 
 
 def capacity(adapter: dict[str, Any]) -> int:
     """Bytes as the adapter reads them."""
     if "adapter_params" in adapter:
         return adapter["adapter_params"]["capacity_bytes"]
-    return int(adapter["max_capacity_gb"] * 1024**3)
+    return int(float(adapter.get("backend_params", adapter)["max_capacity_gb"]) * 1024**3)
 
 
 @given(st.integers(1, 100_000_000))
 def test_the_budget_arrives_to_the_byte(thousandths: int) -> None:
-    """As LMCache reads it (0.5.6, ``native_connector_l2_adapter.py``): ``int(max_capacity_gb * 1024**3)``."""
+    """As LMCache reads it (0.5.6): ``int(max_capacity_gb * 1024**3)``."""
     settings = {"kvp_model_dir": "/m", "kvp_model_id": "m", "kvp_model_family": "m", "kvp_launch_mode": "host"}
     budget = f"{thousandths // 1000}.{thousandths % 1000:03}"
-    for backend in BACKENDS:
+    for backend in WITH_BYTES:
         values = {**settings, "kvp_cache_budget_gb": budget, "cache_server_l2_backend": backend}
         cache = deployment_from_values(validate(values, "testing")).cache
         assert capacity(json.loads(single(cache_argv(cache), "--l2-adapter"))) == thousandths * 1_000_000
@@ -262,7 +315,7 @@ def test_the_budget_arrives_to_the_byte(thousandths: int) -> None:
 
 @pytest.mark.parametrize("budget", [1.001, 4.35, 1500.0, 0.001, 2.007])
 def test_the_budget_arrives_to_the_byte_where_a_product_of_floats_falls_short(budget: float, deploy: Deploy) -> None:
-    for backend in BACKENDS:
+    for backend in WITH_BYTES:
         cache = deploy(kvp_cache_budget_gb=budget, cache_server_l2_backend=backend).cache
         assert capacity(l2_adapter_config(cache)) == round(budget * 1000) * 1_000_000
 

@@ -23,6 +23,24 @@ DIGEST = "sha256:" + "a" * 64
             {"kvp_codec": "zip"},
             "LMCACHE_L2_SERDE=zip is not a codec of kvpersist, which has none",
         ),
+        (
+            "host",
+            "cuda",
+            {"cache_server_l2_backend": "raw_block", "kvp_codec": "zstd"},
+            "LMCACHE_L2_SERDE=zstd is not a codec of raw_block, which has none",
+        ),
+        (
+            "host",
+            "cuda",
+            {"cache_server_l2_backend": "nixl_store_dynamic", "cache_server_l1_size_gb": 63.7},
+            "cache_server_l1_size_gb 63.7 is not a whole number of pages of 4096 bytes (as GiB)",
+        ),
+        (
+            "host",
+            "cuda",
+            {"cache_server_l2_backend": "raw_block", "vllm_engine_extra_args": "-sc '{}'"},
+            "raw_block needs the size of an object beforehand, which speculative decoding changes",
+        ),
         ("host", "cuda", {"kvp_cache_host": "10.0.0.5"}, "kvp_cache_host 10.0.0.5 is not loopback"),
         ("host", "cuda", {"kvp_cache_host": "0.0.0.0"}, "kvp_cache_host 0.0.0.0 is not loopback"),  # noqa: S104
         ("host", "cuda", {"kvp_cache_host": "127.0.0.1.example.org"}, "is not loopback"),

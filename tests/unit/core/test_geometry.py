@@ -6,7 +6,16 @@ from typing import Any
 
 import pytest
 from kvpersist.core.errors import EXIT_USAGE, UsageError
-from kvpersist.core.geometry import Geometry, LayerKind, geometry_from_config, language_model, rope_text
+from kvpersist.core.geometry import (
+    FULL,
+    MLA,
+    SLIDING,
+    Geometry,
+    LayerKind,
+    geometry_from_config,
+    language_model,
+    rope_text,
+)
 
 SOURCE = "/data/model/config.json"
 Config = dict[str, Any]
@@ -317,3 +326,22 @@ def test_the_order_of_fields_does_not_change_the_text() -> None:
     assert geometry_from_config(backwards, SOURCE) == geometry_from_config(MIMO_V2, SOURCE)
     nested = {"rope_parameters": {"b": 1, "a": 2}}
     assert rope_text(nested) == rope_text({"rope_parameters": {"a": 2, "b": 1}})
+
+
+@pytest.mark.parametrize(
+    ("layers", "dtype", "ranks", "stages", "expected"),
+    [
+        ([LayerKind(FULL, 8, 128, 128)] * 32, "bfloat16", 1, 1, 32 * 8 * 256 * 2),
+        ([LayerKind(FULL, 8, 128, 128)] * 32, "fp8_e4m3", 4, 1, 32 * 2 * 256),
+        ([LayerKind(FULL, 2, 128, 128)] * 32, "float16", 4, 1, 32 * 256 * 2),  # each rank holds a copy of one head
+        ([LayerKind(FULL, 8, 192, 128)] * 33, "bfloat16", 8, 4, 9 * 320 * 2),  # the fullest stage has nine
+        ([LayerKind(MLA, 1, 576, 0)] * 61, "bfloat16", 8, 1, 61 * 576 * 2),  # each rank holds the whole latent
+        ([LayerKind(MLA, 1, 576, 0)] * 61, "fp8_ds_mla", 8, 1, 61 * 656),
+        # The smaller layer may be padded.
+        ([LayerKind(FULL, 4, 192, 128), LayerKind(SLIDING, 8, 192, 128, 128)], "bfloat16", 4, 1, 2 * 2 * 320 * 2),
+    ],
+)
+def test_the_most_that_a_token_takes_on_a_rank(
+    layers: list[LayerKind], dtype: str, ranks: int, stages: int, expected: int
+) -> None:
+    assert Geometry(tuple(layers)).most_token_bytes(dtype, ranks, stages) == expected

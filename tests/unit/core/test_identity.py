@@ -29,6 +29,7 @@ from kvpersist.core.identity import (
     model_path,
     resolve_kv_cache_dtype,
 )
+from kvpersist.core.l2_backends import BACKENDS
 
 Make = Callable[..., Identity]
 
@@ -395,14 +396,20 @@ def test_a_namespace_that_is_not_one_plain_name_is_refused(namespace: str) -> No
         model_path("/models", "mimo", namespace, 172)
 
 
-@given(st.integers(1, 30), st.integers(1, 10))
-def test_the_length_limit_counts_each_slash_as_five(depth: int, width: int) -> None:
-    folder = "".join("/" + "a" * width for _ in range(depth))
+@pytest.mark.parametrize(
+    ("backend", "of_slash", "of_letter"),
+    [("kvpersist", 1, 2), ("fs_native", 5, 2), ("fs", 5, 2), ("nixl_store_dynamic", 2, 2), ("raw_block", 3, 6)],
+)
+@given(depth=st.integers(1, 30), width=st.integers(1, 10))
+def test_the_length_limit_counts_bytes_as_the_backend_spells_them(
+    backend: str, of_slash: int, of_letter: int, depth: int, width: int
+) -> None:
+    folder, spell = "".join("/" + "é" * width for _ in range(depth)), BACKENDS[backend].spell
     path = f"{folder}/mimo/{NAMESPACE}"
-    length = len(path.replace("/", "-SEP-"))
-    assert model_path(folder, "mimo", NAMESPACE, length) == path
-    with pytest.raises(UsageError, match=f"it takes {length} characters .* where {length - 1} fit. Set kvp_models_dir"):
-        model_path(folder, "mimo", NAMESPACE, length - 1)
+    length = (depth + 2) * of_slash + depth * width * of_letter + len("mimo") + len(NAMESPACE)
+    assert model_path(folder, "mimo", NAMESPACE, length, spell) == path
+    with pytest.raises(UsageError, match=f"it takes {length} bytes .* where {length - 1} fit. Set kvp_models_dir"):
+        model_path(folder, "mimo", NAMESPACE, length - 1, spell)
 
 
 GOLDEN_ENV = """\

@@ -17,6 +17,7 @@ from kvpersist.core.settings import (
     ENGINE_ENV,
     FILES,
     LANGUAGES,
+    ROLE_VARIABLES,
     SERVER_ENV,
     SETTINGS,
     Setting,
@@ -124,7 +125,7 @@ def test_validate_names_every_wrong_value_in_one_line() -> None:
         validate(wrong, "rendering tp4.env")
     message = str(caught.value)
     assert "\n" not in message
-    assert message.startswith("rendering tp4.env: kvp_prot is not a setting; ")
+    assert message.startswith("rendering tp4.env: kvp_prot is not a setting (did you mean kvp_")
     for part in (
         "kvp_model_dir is empty",
         "kvp_home must be an absolute path, not 'opt/kvpersist'",
@@ -139,6 +140,57 @@ def test_validate_names_every_wrong_value_in_one_line() -> None:
     ):
         assert part in message
     assert caught.value.exit_code == EXIT_USAGE
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("kvp_cache_budgt_gb", "kvp_cache_budgt_gb is not a setting (did you mean kvp_cache_budget_gb?)"),
+        ("kvp_l2_backend", "kvp_l2_backend is not a setting (did you mean cache_server_l2_backend?)"),
+        (
+            "vllm_engine_max_num_seq",
+            "vllm_engine_max_num_seq is not a setting (did you mean vllm_engine_max_num_seqs?)",
+        ),
+        ("kvp_common_start_timeut", "(did you mean kvp_common_start_timeout?)"),
+        ("kvp_zzzzzzzzzzzz", "kvp_zzzzzzzzzzzz is not a setting. "),
+    ],
+)
+def test_an_unknown_variable_of_the_inventory_is_named_with_the_nearest_that_is_known(name: str, words: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        validate(MODEL, "testing", [*MODEL, name])
+    assert words in str(caught.value)
+
+
+def test_all_unknown_variables_are_listed_beside_the_wrong_values() -> None:
+    with pytest.raises(UsageError) as caught:
+        validate({**MODEL, "kvp_device": "tpu"}, "testing", ["kvp_modle_dir", "kvp_cache_prot", "kvp_device"])
+    assert str(caught.value) == (
+        "testing: kvp_cache_prot is not a setting (did you mean kvp_cache_port?); "
+        "kvp_modle_dir is not a setting (did you mean kvp_model_dir?); kvp_device must be one of cuda, cpu, not 'tpu'. "
+        "Correct these variables in the inventory."
+    )
+
+
+def test_settings_and_variables_of_roles_are_known() -> None:
+    assert validate(MODEL, "testing", [*BY_VARIABLE, *ROLE_VARIABLES]) == validate(MODEL, "testing")
+    assert not ROLE_VARIABLES & set(BY_VARIABLE)
+
+
+def test_unknown_names_in_the_files_are_listed_and_those_in_the_wrong_file_sent_home(
+    values: Callable[..., dict[str, Value]],
+) -> None:
+    texts = rendered(values())
+    texts[ENGINE_ENV] += "MAX_MODEL_LENGTH=4096\nKVP_CHUNK_SIZE=256\n"
+    texts[CACHE_ENV] += "KVP_EVICT_RATE=0.5\nQQQQ=1\n"
+    with pytest.raises(UsageError) as caught:
+        read_files(texts, {}, FOLDER)
+    assert str(caught.value) == (
+        "reading /etc/kvpersist: cache.env.local's KVP_EVICT_RATE is not a setting (did you mean KVP_EVICT_RATIO?); "
+        "cache.env.local's QQQQ is not a setting; "
+        "tp4.env's MAX_MODEL_LENGTH is not a setting (did you mean MAX_MODEL_LEN?); "
+        "tp4.env's KVP_CHUNK_SIZE belongs into cache.env.local. "
+        "Correct these lines, or let the playbook write the files again."
+    )
 
 
 @pytest.mark.parametrize(

@@ -52,6 +52,13 @@ def test_a_process_that_is_gone_is_not_in_line() -> None:
     assert deviations(Process(2**22 + 1, 1), SLEEP, {}) == ["its arguments cannot be read"]
 
 
+def test_wanted_cache_with_slots_knows_the_size_of_an_object(deployed: Deployed) -> None:
+    deployed.settings.update(cache_server_l2_backend="raw_block", kvp_cache_budget_gb=0.01)
+    argv, environment = wanted_command(deployed.deployment, CACHE_SERVICE, None)
+    assert f'"slot_bytes":{2 * 2 * 32 * 2 * 256 + 4096}' in argv[-1]
+    assert "PYTHONPATH" not in environment
+
+
 def test_wanted_engine_takes_the_namespace_that_is_given_or_that_of_the_saved_identity(deployed: Deployed) -> None:
     saved = deployed.save_identity()
     deployment = deployed.deployment

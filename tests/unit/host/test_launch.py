@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -174,6 +175,27 @@ def test_cache_becomes_the_stub_cache_and_makes_its_folder_private(deployed: Dep
     assert option(report, "--port") == str(deployed.settings["kvp_cache_port"])
     assert report["environment"]["LMCACHE_TRACK_USAGE"] == "false"
     assert (deployed.root / "l2").stat().st_mode & 0o777 == 0o700
+
+
+def test_cache_with_slots_allocates_their_file_before_the_stub_cache_starts(deployed: Deployed) -> None:
+    deployed.settings.update(cache_server_l2_backend="raw_block", kvp_cache_budget_gb=0.01)
+    deployed.render()
+    result = launch(deployed, "cache")
+    assert (result.returncode, result.stderr) == (0, "")
+    adapter = json.loads(option(stub_report(result.stdout), "--l2-adapter"))
+    path = deployed.root / "l2" / "raw-block.data"
+    assert (adapter["device_path"], adapter["capacity_bytes"]) == (str(path), path.stat().st_size)
+    assert adapter["slot_bytes"] == 2 * 2 * 32 * 2 * 256 + 4096
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert 9_990_000 < path.stat().st_size <= 10_000_000
+
+
+def test_a_misspelled_name_in_a_file_exits_2_with_the_right_one(deployed: Deployed) -> None:
+    deployed.render()
+    deployed.edit_env("tp4.env", "MAX_MODEL_LEN=", "MAX_MODEL_LENGTH=")
+    assert "tp4.env's MAX_MODEL_LENGTH is not a setting (did you mean MAX_MODEL_LEN?)" in one_error(
+        launch(deployed, "engine"), 2
+    )
 
 
 def test_a_missing_program_exits_3_naming_it(deployed: Deployed) -> None:

@@ -9,7 +9,7 @@ from typing import Callable
 
 import pytest
 from kvpersist.core.errors import UsageError
-from kvpersist.host.managed import manage_file, manage_link
+from kvpersist.host.managed import manage_allocated_file, manage_file, manage_link
 
 
 def snapshot(folder: Path) -> dict[str, tuple[int, str]]:
@@ -121,3 +121,49 @@ def test_a_link_below_a_file_cannot_be_made_and_says_so(tmp_path: Path) -> None:
     (tmp_path / "family").write_text("x", encoding="utf-8")
     with pytest.raises(UsageError, match=f"linking {tmp_path / 'family' / 'kvp-1'}: "):
         manage_link(str(tmp_path / "family" / "kvp-1"), "/models/new", check_mode=False)
+
+
+def blocks(path: Path) -> tuple[int, int]:
+    """Mode and bytes of a file, all of which are allocated."""
+    status = path.stat()
+    assert status.st_blocks * 512 >= status.st_size
+    return stat.S_IMODE(status.st_mode), status.st_size
+
+
+@pytest.mark.parametrize(
+    ("before", "mode"), [(None, 0), (b"", 0o600), (b"x" * 4096, 0o600), (b"x" * 65536, 0o644), (b"x" * 99_999, 0o600)]
+)
+def test_a_file_is_allocated_as_planned_and_keeps_what_it_holds(
+    tmp_path: Path, before: bytes | None, mode: int
+) -> None:
+    path = tmp_path / "slots"
+    if before is not None:
+        path.write_bytes(before)
+        path.chmod(mode)
+    untouched = path.stat() if before is not None else None
+    planned = manage_allocated_file(str(path), 65536, check_mode=True)
+    assert (path.stat() if path.exists() else None) == untouched
+    assert planned.changed
+    assert manage_allocated_file(str(path), 65536, check_mode=False) == planned
+    assert blocks(path) == (0o600, 65536)
+    assert path.read_bytes() == (before or b"")[:65536].ljust(65536, b"\0")
+    assert not manage_allocated_file(str(path), 65536, check_mode=False).changed
+
+
+@pytest.mark.parametrize("before", [None, b"kept"])
+def test_a_disk_without_room_leaves_everything_as_it_was(tmp_path: Path, before: bytes | None) -> None:
+    path = tmp_path / "slots"
+    if before is not None:
+        path.write_bytes(before)
+    with pytest.raises(UsageError, match=r"allocating .* bytes as .*: (no space left|file too large)"):
+        manage_allocated_file(str(path), 1 << 62, check_mode=False)
+    assert (path.read_bytes() if path.exists() else None) == before
+
+
+@pytest.mark.parametrize("make", [Path.mkdir, lambda path: path.symlink_to("/dev/null")], ids=["folder", "link"])
+def test_something_else_in_the_place_of_an_allocated_file_is_refused(
+    tmp_path: Path, make: Callable[[Path], object]
+) -> None:
+    make(tmp_path / "slots")
+    with pytest.raises(UsageError, match="something that is not a file stands there"):
+        manage_allocated_file(str(tmp_path / "slots"), 4096, check_mode=True)

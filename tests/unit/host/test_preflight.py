@@ -11,7 +11,8 @@ from typing import Callable
 
 import pytest
 from kvp_kit import Deployed, Spawn, start_stub_cache
-from kvpersist.host.preflight import filesystem_type, preflight_problems
+from kvpersist.core.l2_backends import BACKENDS
+from kvpersist.host.preflight import filesystem_type, preflight_problems, preflight_warnings
 from kvpersist.host.services import CACHE_SERVICE, ServiceManager, service_manager
 
 
@@ -130,11 +131,57 @@ def test_what_the_cache_already_holds_counts_as_free_for_it(deployed: Deployed) 
     free = shutil.disk_usage(deployed.root).free
     deployed.settings["kvp_cache_budget_gb"] = (free + 20e9) / 1e9
     assert "Lower kvp_cache_budget_gb" in one_problem(deployed)
-    (root / "kvp-1" / "ab").mkdir(parents=True)
-    with (root / "kvp-1" / "ab" / "object.bin").open("wb") as file:
+    folder = root / ("kvp-" + "1" * 32) / "ab"
+    folder.mkdir(parents=True)
+    with (folder / "object.bin").open("wb") as file:
         file.truncate(40_000_000_000)  # sparse: takes no space
     (root / "dangling").symlink_to("/nowhere")
     assert problems(deployed) == []
+    folder.parent.rename(root / "of-another")
+    assert "Lower kvp_cache_budget_gb" in one_problem(deployed)
+
+
+@pytest.mark.parametrize(
+    ("backend", "name"),
+    [("nixl_store_dynamic", "nixl"), ("raw_block", "lmcache-rust-raw-block-io")],
+)
+def test_a_backend_s_package_must_be_in_lmcache_s_environment(deployed: Deployed, backend: str, name: str) -> None:
+    deployed.settings.update(cache_server_l2_backend=backend, kvp_cache_budget_gb=0.01)
+    assert one_problem(deployed) == (
+        f"{backend} needs {name}, which is not installed in {deployed.venv}. Install {name} there."
+    )
+    dist_info(deployed, f"{name.replace('-', '_')}-1.0.dist-info").mkdir()
+    assert problems(deployed) == []
+
+
+def test_a_budget_that_holds_no_slot_is_a_problem(deployed: Deployed) -> None:
+    dist_info(deployed, "lmcache_rust_raw_block_io-0.5.7.dist-info").mkdir()
+    deployed.settings.update(cache_server_l2_backend="raw_block", kvp_cache_budget_gb=0.001)
+    assert one_problem(deployed).startswith("laying out the slots of raw_block: a budget of 1000000 bytes holds no ")
+
+
+def test_a_budget_that_is_not_kept_is_said(deployed: Deployed) -> None:
+    said = {}
+    for backend in BACKENDS:
+        deployed.settings.update(cache_server_l2_backend=backend)
+        said[backend] = preflight_warnings(deployed.deployment)
+    assert [backend for backend, lines in said.items() if lines] == ["fs_native", "nixl_store_dynamic", "fs"]
+    (line,) = said["fs"]
+    assert line == (
+        "kvp_cache_budget_gb and kvp_cache_min_free_gb are not kept by fs: it knows no limit and never removes "
+        f"anything. Give {deployed.root}/l2 a filesystem of its own, or set cache_server_l2_backend to kvpersist."
+    )
+
+
+def test_what_another_backend_has_left_is_said(deployed: Deployed) -> None:
+    (deployed.root / "l2").mkdir()
+    with (deployed.root / "l2" / "raw-block.data").open("wb") as file:
+        file.truncate(2_000_000_000)  # sparse: takes no space
+    (line,) = preflight_warnings(deployed.deployment)
+    assert line == (
+        f"2.000 GB in {deployed.root}/l2 are not of kvpersist, which never removes them. Remove what another L2 "
+        "backend has left there."
+    )
 
 
 def test_a_network_filesystem_is_refused(deployed: Deployed, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,15 @@ from ansible.module_utils.testing import patch_module_args
 from kvp_kit import PROJECT, SOURCES, Deployed, Spawn, start_stub_cache, start_stub_engine
 
 FILES = ("cache.env.local", "lmcache-server.env", "tp4.env")
-MODULES = ("kvp_env_file", "kvp_gate", "kvp_identity", "kvp_preflight_info", "kvp_recovery", "kvp_service")
+MODULES = (
+    "kvp_env_file",
+    "kvp_gate",
+    "kvp_identity",
+    "kvp_l2_file",
+    "kvp_preflight_info",
+    "kvp_recovery",
+    "kvp_service",
+)
 
 # First, since the environment may hold a link to another checkout.
 ansible.module_utils.__path__.insert(0, str(SOURCES))
@@ -308,7 +316,45 @@ def test_the_gate_without_an_identity_is_one_line(run: Any, deployed: Deployed) 
     assert "identity.env.local: no such file" in fails(run("kvp_gate", settings=deployed.settings), 5)
 
 
+# kvp_l2_file
+
+
+def test_the_file_of_slots_is_allocated_as_predicted_and_only_once(run: Any, deployed: Deployed) -> None:
+    (deployed.root / "l2").mkdir()
+    assert own_keys(predicted(run, deployed.root, "kvp_l2_file", settings=deployed.settings)) == {"changed": False}
+    deployed.settings["cache_server_l2_backend"] = "raw_block"
+    first = predicted(run, deployed.root, "kvp_l2_file", settings=deployed.settings)
+    assert first["path"] == f"{deployed.root}/l2/raw-block.data"
+    assert first["diff"]["after"] == "999424 bytes, mode 0600\n"
+    assert not predicted(run, deployed.root, "kvp_l2_file", settings=deployed.settings)["changed"]
+    deployed.settings["kvp_cache_budget_gb"] = 0.002
+    assert predicted(run, deployed.root, "kvp_l2_file", settings=deployed.settings)["changed"]
+
+
+def test_check_mode_predicts_the_file_of_slots_where_its_folder_is_missing_too(run: Any, deployed: Deployed) -> None:
+    deployed.settings["cache_server_l2_backend"] = "raw_block"
+    assert run("kvp_l2_file", True, settings=deployed.settings)["changed"]
+    assert "allocating 999424 bytes" in fails(run("kvp_l2_file", settings=deployed.settings), 2)
+
+
 # kvp_preflight_info
+
+
+def test_preflight_lists_unknown_variables_and_wrong_values_in_one_line(run: Any, deployed: Deployed) -> None:
+    deployed.settings["kvp_device"] = "tpu"
+    variables = [*deployed.settings, "kvp_settings", "kvp_chunksize", "vllm_engine_prot"]
+    message = fails(run("kvp_preflight_info", settings=deployed.settings, variables=variables), 2)
+    assert "kvp_chunksize is not a setting (did you mean kvp_chunk_size?)" in message
+    assert "vllm_engine_prot is not a setting (did you mean vllm_engine_port?)" in message
+    assert "kvp_device must be one of" in message
+    assert "kvp_settings" not in message
+
+
+def test_preflight_warns_of_a_budget_that_is_not_kept(run: Any, deployed: Deployed) -> None:
+    deployed.settings["cache_server_l2_backend"] = "fs"
+    ran = run("kvp_preflight_info", settings=deployed.settings)
+    assert ran["problems"] == []
+    assert "are not kept by fs" in str(ran["warnings"])
 
 
 @pytest.mark.parametrize("check", [True, False])

@@ -11,10 +11,13 @@ from ..host.files import write_atomic
 _TITLES = {"en": "Configuration", "ru": "Настройки", "zh": "配置"}
 _INTRODUCTIONS = {
     "en": "Every variable of a deployment. Set them in your inventory; the playbook renders them into the files named "
-    "here. This page is generated: `make docs`.",
-    "ru": "Все переменные развёртывания. Задаются в инвентаре; плейбук записывает их в указанные файлы. Страница "
-    "создаётся командой `make docs`.",
-    "zh": "部署的全部变量。在清单中设置；playbook 会将其渲染到所列文件中。本页由 `make docs` 生成。",
+    "here. Names that start with `kvp_`, `cache_server_` or `vllm_engine_` belong to this project: one that it does "
+    "not know is an error in preflight. This page is generated: `make docs`.",
+    "ru": "Все переменные развёртывания. Задаются в инвентаре; плейбук записывает их в указанные файлы. Имена, которые "
+    "начинаются с `kvp_`, `cache_server_` или `vllm_engine_`, принадлежат проекту: неизвестное имя — ошибка проверки "
+    "preflight. Страница создаётся командой `make docs`.",
+    "zh": "部署的全部变量。在清单中设置；playbook 会将其渲染到所列文件中。以 `kvp_`、`cache_server_` 或 `vllm_engine_` "
+    "开头的名称属于本项目：未知的名称会使 preflight 报错。本页由 `make docs` 生成。",
 }
 _HEADINGS = {
     "en": ("Variable", "Type", "Default", "In files", "Meaning"),

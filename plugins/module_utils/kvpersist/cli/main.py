@@ -24,7 +24,7 @@ from ..host.deployment import load_deployment, load_identity, load_values
 from ..host.gate import run_gate
 from ..host.identity import namespace_of, verified_identity
 from ..host.launch import launch_cache, launch_engine
-from ..host.preflight import preflight_problems
+from ..host.preflight import preflight_problems, preflight_warnings
 from ..host.recovery import Plan, last_result, run_recovery
 from ..host.services import resolved_manager, service_manager
 from .docs import write_docs
@@ -139,10 +139,13 @@ def _identity(arguments: argparse.Namespace) -> int:
 def _preflight(arguments: argparse.Namespace) -> int:
     deployment = _deployment(arguments)
     problems = preflight_problems(deployment, service_manager(deployment))
+    warnings = preflight_warnings(deployment)
+    lines = [*(f"ERROR: {line}" for line in problems), *(f"WARNING: {line}" for line in warnings)]
+    manager = resolved_manager(deployment.service_manager)
     _print(
         arguments,
-        {"problems": problems, "service_manager": resolved_manager(deployment.service_manager)},
-        lambda: [print(f"ERROR: {problem}") for problem in problems] or print("This host is ready."),
+        {"problems": problems, "warnings": warnings, "service_manager": manager},
+        lambda: print("\n".join(lines if problems else [*lines, "This host is ready."])),
     )
     return EXIT_PREFLIGHT if problems else EXIT_OK
 

@@ -25,16 +25,21 @@ _ENGINE_QUIET = {**_QUIET, "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
 
 
 def l2_adapter_config(cache: CacheServer) -> dict[str, Any]:
-    """JSON of ``--l2-adapter``. Budgets in GB become bytes here, exactly."""
-    tier = Tier(
+    """JSON of ``--l2-adapter``."""
+    return adapter_config(cache.l2_backend, tier_of(cache))
+
+
+def tier_of(cache: CacheServer) -> Tier:
+    """What is asked of the L2 tier. Budgets in GB become bytes here, exactly."""
+    return Tier(
         root=cache.root,
         capacity_bytes=round(cache.budget_gb * 1e9),
         min_free_bytes=round(cache.min_free_gb * 1e9),
         codec=cache.codec,
         trigger_watermark=cache.evict_trigger_watermark,
         eviction_ratio=cache.evict_ratio,
+        object_bytes=cache.object_bytes,
     )
-    return adapter_config(cache.l2_backend, tier)
 
 
 def cache_arguments(cache: CacheServer) -> list[str]:

@@ -8,13 +8,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from .engine_args import parse_options
 from .errors import UsageError
 from .l2_backends import BACKENDS, LOSSY_CODECS
-from .settings import Value
+from .settings import Value, to_text
 
 _PINNED_IMAGE = re.compile(r"[^\s@]+@sha256:[0-9a-f]{64}\Z")
 # LMCache and its connector take the address without brackets, so IPv6 loopback is not offered.
 _LOOPBACK = ("127.0.0.1", "localhost")
+# LMCache's --l1-align-bytes, in whose units NIXL describes the first tier.
+_L1_PAGE = 4096
 
 
 @dataclass(frozen=True)
@@ -22,6 +25,8 @@ class CacheServer:
     """The LMCache server of one host. Sizes in GB are 10^9 bytes except where LMCache defines its own unit.
 
     ``runtime_dir`` holds this project's packages for LMCache's process, where the L2 backend needs them.
+    ``object_bytes`` is the size of the largest KV object, 0 until ``host.l2_tier`` has looked it up for a backend that
+    needs it.
     """
 
     launch_mode: str
@@ -42,6 +47,7 @@ class CacheServer:
     codec: str
     log_level: str
     runtime_dir: str
+    object_bytes: int = 0
 
     @property
     def http_url(self) -> str:
@@ -192,6 +198,11 @@ def _cache_problems(cache: CacheServer) -> list[str]:
         )
     if cache.host not in _LOOPBACK:
         problems.append(f"kvp_cache_host {cache.host} is not loopback; KV is derived from prompts and is not encrypted")
+    if cache.l2_backend == "nixl_store_dynamic" and cache.l1_size_gb * 1024**3 % _L1_PAGE:
+        problems.append(
+            f"cache_server_l1_size_gb {to_text(cache.l1_size_gb)} is not a whole number of pages of {_L1_PAGE} bytes "
+            "(as GiB), which nixl_store_dynamic needs; a whole number of GiB is"
+        )
     if cache.port == cache.http_port:
         problems.append(f"kvp_cache_port and kvp_cache_http_port are both {cache.port}")
     if cache.launch_mode == "docker":
@@ -219,6 +230,13 @@ def _engine_problems(engine: Engine, cache: CacheServer) -> list[str]:
         problems.append("vllm_engine_variant uva needs kvp_device cuda")
     if engine.variant == "uva" and engine.cpu_offload_gb <= 0:
         problems.append("vllm_engine_variant uva offloads nothing while vllm_engine_cpu_offload_gb is 0")
+    if BACKENDS[cache.l2_backend].has_slots and any(
+        name.startswith("--spec") for name in parse_options(engine.extra_args)
+    ):
+        problems.append(
+            f"{cache.l2_backend} needs the size of an object beforehand, which speculative decoding changes in a way "
+            "that config.json does not tell; take another cache_server_l2_backend"
+        )
     if engine.launch_mode == "docker":
         problems.extend(_image_problems("vllm_engine_image", engine.image))
     elif not engine.venv:

@@ -18,6 +18,10 @@ FULL, SLIDING, MLA = "full", "sliding", "mla"
 # Far beyond any model; a larger number is damage, and would only cost time and memory.
 _LARGEST = 1 << 31
 _MOST_LAYERS = 10_000
+# Bytes of one element of KV, by dtype as vLLM spells it; the fp8 formats take one.
+_ELEMENT_BYTES = {"float16": 2, "bfloat16": 2}
+# One token's latent with its scales (vllm 0.32.0, vllm/v1/attention/backends/mla/flashmla_sparse.py).
+_FP8_DS_MLA_BYTES = 656
 _NOT_ATTENTION = ("linear_attention", "mamba", "conv", "recurrent")
 # Fields of models with layers that are no attention, where no list of layers tells which (Qwen3-Next, Kimi Linear,
 # Jamba, Bamba, Falcon-H1, Nemotron-H, Zamba, LFM2, MiniMax-01).
@@ -57,6 +61,13 @@ class LayerKind:
     v_dim: int
     window: int = 0
 
+    def token_bytes(self, kv_cache_dtype: str, tensor_parallel_size: int) -> int:
+        """KV bytes of one token on one rank. A latent, and a head where there are fewer than ranks, is on each rank."""
+        if kv_cache_dtype == "fp8_ds_mla":
+            return _FP8_DS_MLA_BYTES
+        heads = 1 if self.kind == MLA else -(-self.kv_heads // tensor_parallel_size)
+        return heads * (self.k_dim + self.v_dim) * _ELEMENT_BYTES.get(kv_cache_dtype, 1)
+
     def text(self) -> str:
         """``full(heads=8,k=128,v=128)``"""
         window = f",window={self.window}" if self.window else ""
@@ -73,6 +84,15 @@ class Geometry:
     def elements_per_token(self) -> int:
         """KV elements that one token takes in all layers together (sliding windows not yet applied)."""
         return sum(layer.kv_heads * (layer.k_dim + layer.v_dim) for layer in self.layers)
+
+    def most_token_bytes(self, kv_cache_dtype: str, tensor_parallel_size: int, pipeline_parallel_size: int) -> int:
+        """What the KV of one token takes at most on one rank.
+
+        Exact for a model whose layers are alike. Every layer counts as the largest, since vLLM may pad the others up to
+        it, and every pipeline stage has as many layers as the fullest.
+        """
+        layers = -(-len(self.layers) // pipeline_parallel_size)
+        return layers * max(layer.token_bytes(kv_cache_dtype, tensor_parallel_size) for layer in self.layers)
 
     def text(self) -> str:
         """Run-length text that names every layer in order, e.g. ``30*full(heads=3,k=64,v=64)``."""

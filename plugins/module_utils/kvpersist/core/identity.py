@@ -11,7 +11,7 @@ import dataclasses
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -193,11 +193,12 @@ def resolve_kv_cache_dtype(given: str, model_dtype: str, quantization: Mapping[s
     raise UsageError(doing, f"{given!r} is not supported", f"Use auto or one of {', '.join(KV_CACHE_DTYPES)}.")
 
 
-def model_path(models_dir: str, family: str, namespace: str, longest: int) -> str:
+def model_path(models_dir: str, family: str, namespace: str, longest: int, spell: Callable[[str], str] = str) -> str:
     """The value of ``--model``: ``<models_dir>/<family>/<namespace>``.
 
     Args:
-        longest: characters the L2 backend's file names leave for it, where each ``/`` may become five.
+        longest: bytes that the L2 backend's names leave for it.
+        spell: how these names write it.
 
     Raises:
         UsageError: for a part that LMCache's adapters would confuse with their separators, or a path that is too long.
@@ -216,11 +217,11 @@ def model_path(models_dir: str, family: str, namespace: str, longest: int) -> st
                 f"the {what} {name!r} is not one plain name",
                 "Use letters, digits, '.', '_' and '-', e.g. mimo-pro.",
             )
-    length = len(path) + 4 * path.count("/")
+    length = len(spell(path).encode())
     if length > longest:
         raise UsageError(
             doing,
-            f"it takes {length} characters in a file name of the L2 tier, where {longest} fit",
+            f"it takes {length} bytes in a name of the L2 tier, where {longest} fit",
             "Set kvp_models_dir to a shorter path.",
         )
     return path

@@ -11,6 +11,7 @@ from __future__ import annotations
 import posixpath
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any, Union
 
 from .envfile import Entry, parse, render
@@ -24,6 +25,8 @@ ENGINE_ENV = "tp4.env"
 FILES = (CACHE_ENV, SERVER_ENV, ENGINE_ENV)
 
 LANGUAGES = ("en", "ru", "zh")
+# How alike a name must be to be suggested: the right name after the wrong role is just below difflib's own 0.6.
+_NEAR = 0.55
 
 
 @dataclass(frozen=True)
@@ -343,12 +346,15 @@ SETTINGS: tuple[Setting, ...] = (
         "choice",
         "kvpersist",
         Meaning(
-            "LMCache adapter of the L2 tier: this project's own, or LMCache's fs_native.",
-            "Адаптер LMCache для уровня L2: собственный адаптер проекта или fs_native из LMCache.",
-            "L2 层使用的 LMCache 适配器：本项目自带的，或 LMCache 的 fs_native。",
+            "LMCache adapter of the L2 tier: kvpersist, this project's own, or one of LMCache's. Only kvpersist and "
+            "raw_block keep the budget; docs/l2-adapter.md compares them.",
+            "Адаптер LMCache для уровня L2: kvpersist, собственный адаптер проекта, или один из адаптеров LMCache. "
+            "Бюджет соблюдают только kvpersist и raw_block; сравнение — в docs/l2-adapter.md.",
+            "L2 层使用的 LMCache 适配器：本项目自带的 kvpersist，或 LMCache 自带的之一。"
+            "只有 kvpersist 和 raw_block 遵守预算；比较见 docs/l2-adapter.md。",
         ),
         _cache("KVP_L2_BACKEND"),
-        choices=("kvpersist", "fs_native"),
+        choices=("kvpersist", "fs_native", "nixl_store_dynamic", "fs", "raw_block"),
     ),
     Setting(
         "cache_server_l1_size_gb",
@@ -632,23 +638,37 @@ SETTINGS: tuple[Setting, ...] = (
 
 BY_VARIABLE: Mapping[str, Setting] = {setting.variable: setting for setting in SETTINGS}
 
+# What roles declare, register or pass on beside the settings, among names that start like a setting.
+ROLE_VARIABLES = frozenset(
+    {
+        "cache_server_restarted",
+        "kvp_common_installed",
+        "kvp_common_service",
+        "kvp_common_service_result",
+        "kvp_common_start_timeout",
+        "kvp_settings",
+    }
+)
+
 
 def defaults() -> dict[str, Value]:
     """Default of every setting by variable."""
     return {setting.variable: setting.default for setting in SETTINGS}
 
 
-def validate(values: Mapping[str, Any], doing: str) -> dict[str, Value]:
+def validate(values: Mapping[str, Any], doing: str, variables: Iterable[str] = ()) -> dict[str, Value]:
     """Types and checks values; what is missing takes its default.
 
     Args:
         values: raw values by variable, None where it is not set; text is converted to the setting's type.
         doing: what is being done, for the error message.
+        variables: further names from the inventory that must be settings or variables of the roles.
 
     Raises:
-        UsageError: one line that names every wrong value, so that a person fixes them in one go.
+        UsageError: one line that names every wrong name and value, so that a person fixes them in one go.
     """
-    problems = [f"{name} is not a setting" for name in sorted(set(values) - set(BY_VARIABLE))]
+    unknown = {*values, *(set(variables) - ROLE_VARIABLES)} - set(BY_VARIABLE)
+    problems = [_not_a_setting(name, name, (*BY_VARIABLE, *ROLE_VARIABLES)) for name in sorted(unknown)]
     typed: dict[str, Value] = {}
     for setting in SETTINGS:
         try:
@@ -698,12 +718,15 @@ def read_files(texts: Mapping[str, str], environment: Mapping[str, str], folder:
         folder: where the files lie, for error messages.
 
     Raises:
-        UsageError: for an unreadable line, a missing or wrong value, or two files that contradict each other.
+        UsageError: for an unreadable line, an unknown name, a missing or wrong value, or two files that contradict
+            each other.
     """
     values: dict[str, str] = {}
     origin: dict[str, str] = {}
+    unknown: list[str] = []
     for file, text in texts.items():
         parsed = parse(text, f"{folder}/{file}")
+        unknown += _unknown_names(file, parsed)
         for setting, name in rendered_in(file):
             if name in environment:
                 value, source = environment[name], f"the environment's {name}"
@@ -719,6 +742,10 @@ def read_files(texts: Mapping[str, str], environment: Mapping[str, str], folder:
                     f"They are one setting: set {setting.variable} in the inventory and run the playbook again.",
                 )
             origin[setting.variable] = source
+    if unknown:
+        raise UsageError(
+            f"reading {folder}", "; ".join(unknown), "Correct these lines, or let the playbook write the files again."
+        )
     values["kvp_config_dir"] = folder
     return validate(values, f"reading {folder}")
 
@@ -730,6 +757,23 @@ def to_text(value: Value) -> str:
     if isinstance(value, float) and value == int(value):
         return str(int(value))
     return str(value)
+
+
+def _unknown_names(file: str, names: Iterable[str]) -> Iterable[str]:
+    homes = {name: home for home in FILES for _, name in rendered_in(home)}
+    here = {name for _, name in rendered_in(file)}
+    for name in names:
+        if name in homes and name not in here:
+            yield f"{file}'s {name} belongs into {homes[name]}"
+        elif name not in here:
+            yield _not_a_setting(f"{file}'s {name}", name, homes)
+
+
+def _not_a_setting(where: str, name: str, known: Iterable[str]) -> str:
+    near = get_close_matches(name, known, n=3, cutoff=_NEAR)
+    # Two letters that changed places leave several names equally near.
+    near.sort(key=lambda other: sorted(other) != sorted(name))
+    return f"{where} is not a setting{f' (did you mean {near[0]}?)' if near else ''}"
 
 
 def _given(values: Mapping[str, Any], setting: Setting) -> Any:

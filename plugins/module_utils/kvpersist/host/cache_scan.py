@@ -101,7 +101,11 @@ def path_size(path: str) -> int:
         return 0
     if not stat.S_ISDIR(status.st_mode):
         return whole_pages(status.st_size)
-    return sum(path_size(os.path.join(path, name)) for name in os.listdir(path))
+    try:
+        names = os.listdir(path)
+    except OSError:
+        return 0
+    return sum(path_size(os.path.join(path, name)) for name in names)
 
 
 def read_header(path: str) -> Header | None:

@@ -20,6 +20,7 @@ from .gate import registered_models
 from .health import cache_endpoint, engine_endpoint, is_healthy, wait_healthy
 from .http import get_json
 from .identity import namespace_of
+from .l2_tier import cache_server
 from .processes import Process, command_line
 from .processes import environment as started_with
 from .services import CACHE_SERVICE, ENGINE_SERVICE, ServiceManager, service_manager
@@ -35,7 +36,8 @@ def wanted_command(deployment: Deployment, service: str, namespace: str | None) 
         namespace: the engine's; None takes that of the saved identity. Unused where the cache is not attached.
     """
     if service == CACHE_SERVICE:
-        return commands.cache_argv(deployment.cache), commands.cache_environment(deployment.cache)
+        cache = cache_server(deployment)
+        return commands.cache_argv(cache), commands.cache_environment(cache)
     if not deployment.engine.kv_persist:
         namespace = None
     elif namespace is None:

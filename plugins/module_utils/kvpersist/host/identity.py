@@ -106,8 +106,8 @@ def check_model_path(deployment: Deployment, namespace: str) -> None:
         UsageError: when it does not.
     """
     engine = deployment.engine
-    longest = BACKENDS[deployment.cache.l2_backend].longest_model_path
-    model_path(engine.models_dir, engine.model_family, namespace, longest)
+    backend = BACKENDS[deployment.cache.l2_backend]
+    model_path(engine.models_dir, engine.model_family, namespace, backend.longest_model_path, backend.spell)
 
 
 def _engine_build(engine: Engine) -> str:

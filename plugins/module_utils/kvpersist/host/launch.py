@@ -15,6 +15,7 @@ from .deployment import load_identity
 from .files import link_target, reason
 from .health import cache_answers
 from .identity import namespace_of, verified_identity
+from .l2_tier import cache_server, manage_backing_file
 
 
 def launch_cache(deployment: Deployment, environment: Mapping[str, str]) -> NoReturn:
@@ -22,15 +23,18 @@ def launch_cache(deployment: Deployment, environment: Mapping[str, str]) -> NoRe
 
     Raises:
         PreflightError: when its folder cannot be made or its program is missing.
+        UsageError: when its L2 backend cannot be laid out.
     """
-    root = deployment.cache.root
+    cache = cache_server(deployment)
+    root = cache.root
     try:
         os.makedirs(root, mode=0o700, exist_ok=True)
     except OSError as error:
         raise PreflightError(
             f"making {root}", reason(error), "Set kvp_cache_root to a folder that can be made."
         ) from None
-    _become(commands.cache_argv(deployment.cache), environment, commands.cache_environment(deployment.cache))
+    manage_backing_file(deployment, check_mode=False)
+    _become(commands.cache_argv(cache), environment, commands.cache_environment(cache))
 
 
 def launch_engine(deployment: Deployment, environment: Mapping[str, str]) -> NoReturn:

@@ -61,6 +61,51 @@ def _content(path: str) -> str:
         raise UsageError(f"reading {path}", reason(error), "Check its permissions.") from None
 
 
+def manage_allocated_file(path: str, size: int, check_mode: bool) -> Change:
+    """Makes a file have this size and mode 0600, with all its blocks allocated; what it holds up to there stays.
+
+    Raises:
+        UsageError: when something else stands there, the disk is too full, or it cannot be made.
+    """
+    try:
+        status: os.stat_result | None = os.lstat(path)
+    except FileNotFoundError:
+        status = None
+    if status is not None and not stat.S_ISREG(status.st_mode):
+        raise UsageError(f"allocating {path}", "something that is not a file stands there", "Move it away.")
+    before = _extent(status.st_size, stat.S_IMODE(status.st_mode)) if status is not None else ""
+    change = Change(path, before, _extent(size, _MODE))
+    if change.changed and not check_mode:
+        try:
+            _allocate(path, size, status.st_size if status is not None else None)
+        except OSError as error:
+            fix = "Check the folder and the space on its disk."
+            raise UsageError(f"allocating {size} bytes as {path}", reason(error), fix) from None
+    return change
+
+
+def _extent(size: int, mode: int) -> str:
+    return f"{size} bytes, mode {mode:04o}\n"
+
+
+def _allocate(path: str, size: int, before: int | None) -> None:
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, _MODE)
+    try:
+        os.fchmod(descriptor, _MODE)
+        if before is not None and before > size:
+            os.ftruncate(descriptor, size)
+        os.posix_fallocate(descriptor, 0, size)
+    except OSError:
+        # As it was: a size that is right says that every block is there.
+        if before is None:
+            os.unlink(path)
+        elif before < size:
+            os.ftruncate(descriptor, before)
+        raise
+    finally:
+        os.close(descriptor)
+
+
 def manage_link(path: str, target: str, check_mode: bool) -> Change:
     """Makes a symbolic link point to a target.
 

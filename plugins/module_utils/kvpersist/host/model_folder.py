@@ -138,14 +138,16 @@ def _fingerprint(folder: str, names: Sequence[str], digests: Mapping[str, str]) 
     return hashlib.sha256(content.encode()).hexdigest()
 
 
-def check_kv_cache_dtype(config: Mapping[str, Any], folder: str, given: str) -> None:
-    """Checks that a KV cache dtype can be resolved for this model.
+def kv_cache_dtype(config: Mapping[str, Any], folder: str, given: str) -> str:
+    """What vLLM stores this model's KV as.
 
     Raises:
-        UsageError: when it cannot.
+        UsageError: when that cannot be resolved.
     """
     quantization = config.get("quantization_config")
-    resolve_kv_cache_dtype(given, _dtype(config, folder), quantization if isinstance(quantization, dict) else None)
+    return resolve_kv_cache_dtype(
+        given, _dtype(config, folder), quantization if isinstance(quantization, dict) else None
+    )
 
 
 def _config_digest(config: Mapping[str, Any], folder: str, digests: Mapping[str, str], code: Sequence[str]) -> str:

@@ -7,13 +7,16 @@ import shutil
 import subprocess
 from collections.abc import Iterable
 
+from ..core.commands import l2_adapter_config
 from ..core.deployment import Deployment
 from ..core.errors import KvpError
 from ..core.geometry import geometry_from_config
+from ..core.l2_backends import BACKENDS
 from .environments import distribution_version, engine_build, lmcache_version
-from .files import read_json, tree_bytes
+from .files import read_json
 from .identity import check_model_path
-from .model_folder import check_kv_cache_dtype, tokenizer_files, weight_shards
+from .l2_tier import cache_server, held_bytes
+from .model_folder import kv_cache_dtype, tokenizer_files, weight_shards
 from .processes import Process, descends_from, listener, port_is_taken
 from .services import CACHE_SERVICE, ENGINE_SERVICE, ServiceManager, resolved_manager
 
@@ -32,6 +35,25 @@ def preflight_problems(deployment: Deployment, manager: ServiceManager) -> list[
         *_disk(deployment),
         *_ports_of_strangers(deployment, manager),
     ]
+
+
+def preflight_warnings(deployment: Deployment) -> list[str]:
+    """What an operator should know and may accept."""
+    cache = deployment.cache
+    warnings = []
+    unkept = BACKENDS[cache.l2_backend].unkept_budget
+    if unkept:
+        warnings.append(
+            f"kvp_cache_budget_gb and kvp_cache_min_free_gb are not kept by {cache.l2_backend}: {unkept}. Give "
+            f"{cache.root} a filesystem of its own, or set cache_server_l2_backend to kvpersist."
+        )
+    _, others = held_bytes(cache)
+    if others:
+        warnings.append(
+            f"{others / 1e9:.3f} GB in {cache.root} are not of {cache.l2_backend}, which never removes them. Remove "
+            "what another L2 backend has left there."
+        )
+    return warnings
 
 
 def _paths(deployment: Deployment) -> Iterable[str]:
@@ -62,6 +84,11 @@ def _programs(deployment: Deployment) -> Iterable[str]:
     package = _CODEC_PACKAGES.get(deployment.cache.codec)
     if package and distribution_version(deployment.cache.venv, package) is None:
         yield f"CodecError: {package} python bindings not installed in {deployment.cache.venv}. Install {package}."
+    backend = deployment.cache.l2_backend
+    package = BACKENDS[backend].package
+    if package and distribution_version(deployment.cache.venv, package) is None:
+        name = package.replace("_", "-")
+        yield f"{backend} needs {name}, which is not installed in {deployment.cache.venv}. Install {name} there."
 
 
 def _full_cli(venv: str) -> Iterable[str]:
@@ -94,9 +121,10 @@ def _model(deployment: Deployment) -> Iterable[str]:
     try:
         config = read_json(f"{folder}/config.json")
         geometry_from_config(config, f"{folder}/config.json")
-        check_kv_cache_dtype(config, folder, deployment.engine.kv_cache_dtype)
+        kv_cache_dtype(config, folder, deployment.engine.kv_cache_dtype)
         tokenizer_files(folder)
         weight_shards(folder)
+        l2_adapter_config(cache_server(deployment))
     except KvpError as error:
         yield str(error)
 
@@ -113,7 +141,7 @@ def _disk(deployment: Deployment) -> Iterable[str]:
     if kind in _NETWORK_FILESYSTEMS:
         yield f"{root} lies on {kind}, where a rename is not atomic. Set kvp_cache_root to a local disk."
     usage = shutil.disk_usage(existing)
-    held = tree_bytes(root)
+    held, _ = held_bytes(deployment.cache)
     budget, floor = deployment.cache.budget_gb * 1e9, deployment.cache.min_free_gb * 1e9
     if usage.free + held < budget + floor:
         yield (

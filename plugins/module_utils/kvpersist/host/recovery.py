@@ -26,10 +26,11 @@ from ..core.recovery import (
     prefetched_keys,
 )
 from .deployment import load_identity
-from .files import drop_page_cache, read_json, tree_bytes, write_atomic
+from .files import drop_page_cache, read_json, write_atomic
 from .health import Endpoint, cache_endpoint, engine_endpoint, wait_healthy
 from .http import ask, get_text
 from .identity import namespace_of
+from .l2_tier import stored_bytes
 from .processes import Process, block_device, device_read_bytes, storage_read_bytes
 from .services import ServiceManager
 
@@ -249,7 +250,7 @@ class _Run:
         return ask(engine.url, engine.served_model_name, prompt, self._plan.max_tokens, self._plan.timeout_s)
 
     def _bytes(self) -> int:
-        return tree_bytes(self._deployment.cache.root)
+        return stored_bytes(self._deployment.cache)[0]
 
     def _metric(self, name: str) -> int:
         return metric_sum(get_text(f"{self._deployment.cache.http_url}/metrics"), name)
@@ -264,13 +265,14 @@ class _Run:
             return ""  # no log is no evidence, which the verdict says
 
     def _wait_for_stores(self) -> None:
-        """Stores are asynchronous: wait until neither bytes nor counters have moved for a while."""
+        """Stores are asynchronous: wait until nothing has moved for a while and nothing is left to be written."""
         deadline = time.monotonic() + self._plan.timeout_s
         seen: Sequence[int] = ()
         since = time.monotonic()
         while time.monotonic() < deadline:
-            now = (self._bytes(), self._metric(_STORED_CHUNKS))
-            if now != seen:
+            used, unwritten = stored_bytes(self._deployment.cache)
+            now = (used, unwritten, self._metric(_STORED_CHUNKS))
+            if now != seen or unwritten:
                 seen, since = now, time.monotonic()
             elif time.monotonic() - since >= _SETTLED_S:
                 return
