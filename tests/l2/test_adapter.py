@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import mmap
 import os
 import threading
 import time
@@ -355,22 +356,32 @@ def test_memory_is_not_used_past_its_time(make: Make, objects: Any, targets: Any
     assert make().load(KEYS, targets) == [0, 1, 2, 3], "that was no damage"
 
 
-def test_raw_objects_need_no_memory(make: Make, memory: Memory) -> None:
-    driver = make(threads=1)
-    size = 16 * MIB
-    made, read = memory.filled(2, size), memory.objects(2, size)
-    driver.store(KEYS[:1], made[:1])
-    driver.load(KEYS[:1], read[:1])  # buffers of the threads are made
+@pytest.mark.parametrize("io", ["auto", "buffered", "direct"])
+def test_raw_objects_need_no_memory(make: Make, memory: Memory, io: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = make(threads=1, io=io)
+    size = 32 * MIB
+    made, read = memory.filled(1, size), memory.objects(1, size)
+    keys = [object_key(number) for number in range(9)]
+    driver.store(keys[:1], made)
+    driver.load(keys[:1], read)  # buffers of the threads are made
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("memory that tracemalloc does not see")
+
+    monkeypatch.setattr(mmap, "mmap", refuse)
     gc.collect()
     tracemalloc.start()
     try:
-        driver.store(KEYS[1:2], made[1:])
-        driver.load(KEYS[1:2], read[1:])
-        peak = tracemalloc.get_traced_memory()[1]
+        before = tracemalloc.get_traced_memory()[0]
+        for key in keys[1:]:
+            assert driver.store([key], made).is_successful()
+            assert driver.load([key], read) == [0]
+        now, peak = (traced - before for traced in tracemalloc.get_traced_memory())
     finally:
         tracemalloc.stop()
-    assert data_of(read[1]) == data_of(made[1])
-    assert peak < 64 * 1024, f"{peak} bytes for an object of {size}"
+    assert data_of(read[0]) == data_of(made[0])
+    assert peak < 16 * 1024, f"{peak} bytes at once for objects of {size}"
+    assert now < 2 * 1024 * len(keys), f"{now} bytes stay, more than the index needs for {len(keys)} objects"
     memory.free(made)
     memory.free(read)
 

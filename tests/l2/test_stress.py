@@ -1,4 +1,7 @@
-"""Everything at once: stores, loads, eviction and damage from outside. KVP_STRESS_S=600 makes it a long one."""
+"""Everything at once: stores, loads, eviction and damage from outside. KVP_STRESS_S=600 makes it a long one.
+
+Threads are switched a thousand times as often as usual, which brings out what a lock does not protect.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import contextlib
 import functools
 import os
 import random
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -22,6 +26,8 @@ from .harness import Driver, Memory, content, data_of, object_key
 SECONDS = float(os.environ.get("KVP_STRESS_S", "4"))
 COUNT = 60
 SIZE = 300_002
+SWITCH_S = 5e-6
+MOST_GROWTH = 24 << 20
 CAPACITY = 40 * frames.file_length(SIZE)
 
 
@@ -48,6 +54,10 @@ def damage(path: Path, others: list[Path], chance: random.Random) -> None:
         path.rename(chance.choice(others))
 
 
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
 class Stress:
     """One adapter, and the steps that threads repeat on it."""
 
@@ -64,6 +74,8 @@ class Stress:
         self.wrong: list[int] = []
         self.loaded = 0
         self.worst_bytes = 0
+        self.resident: list[int] = []
+        self.errors: list[BaseException] = []
 
     def store(self, chance: random.Random) -> None:
         chosen = chance.sample(range(COUNT), chance.randint(1, 6))
@@ -89,6 +101,7 @@ class Stress:
         self.worst_bytes = max(self.worst_bytes, usage.total_bytes_used)
         if usage.usage_fraction > 0.8:
             self.adapter.delete(self.policy.get_eviction_candidates(5))
+        self.resident.append(resident_bytes())
 
     def harm(self, chance: random.Random) -> None:
         time.sleep(0.03)
@@ -102,16 +115,29 @@ class Stress:
 
         def repeat(step: Callable[[random.Random], None], seed: int) -> None:
             chance = random.Random(seed)
-            while time.monotonic() < end:
-                step(chance)
+            try:
+                while time.monotonic() < end and not self.errors:
+                    step(chance)
+            except BaseException as error:  # noqa: BLE001 - of any thread
+                self.errors.append(error)
 
         loads = [functools.partial(self.load, first=first) for first in (0, 6, 12)]
         steps = [self.store, self.store, self.store, self.evict, self.harm, *loads]
         threads = [threading.Thread(target=repeat, args=(step, seed)) for seed, step in enumerate(steps)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        interval = sys.getswitchinterval()
+        sys.setswitchinterval(SWITCH_S)
+        try:
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        finally:
+            sys.setswitchinterval(interval)
+
+    def growth(self) -> int:
+        """By how many bytes the process was larger in the second half than ever in the first."""
+        half = len(self.resident) // 2
+        return max(self.resident[half:]) - max(self.resident[:half])
 
     def _finished(self, task: int) -> Any:
         self.results.update(self.adapter.pop_completed_store_tasks())
@@ -123,7 +149,12 @@ def test_nothing_wrong_is_served_and_everything_agrees_in_the_end(make: Any, mem
     driver: Driver = make(capacity_bytes=CAPACITY, codec=codec)
     stress = Stress(driver, memory)
     stress.run()
+    assert not stress.errors
     assert not stress.wrong
+    assert stress.growth() < MOST_GROWTH
+    counters = driver.counters()
+    assert not [name for name in counters if name.endswith("_errors")], counters
+    print(f"{stress.loaded} loads, {counters}, growth {stress.growth() >> 10} KiB of {stress.resident[-1] >> 20} MiB")
     assert stress.loaded
     assert stress.worst_bytes <= CAPACITY
     driver.load(stress.keys, stress.targets)  # what was harmed last is found
