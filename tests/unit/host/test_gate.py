@@ -109,7 +109,7 @@ def test_the_gate_writes_nothing(running: Running) -> None:
     def state() -> dict[str, int]:
         return {str(path): path.lstat().st_mtime_ns for path in running.deployed.root.rglob("*")}
 
-    (running.deployed.root / "state" / "hash-cache.json").unlink()
+    (running.deployed.root / "state" / "hash-cache.jsonl").unlink(missing_ok=True)
     before = state()
     assert running.gate().exit_code == 0
     assert state() == before
