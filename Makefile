@@ -9,10 +9,11 @@ PYTHON ?= python3
 MODEL ?= smollm2
 # PyTorch's index of CPU wheels, where the usual index has none for this machine. Used for torch alone.
 TORCH_INDEX_URL ?=
-# Further arguments for ansible-playbook, pytest and uv.
+# Further arguments for ansible-playbook, pytest, uv and the benchmarks.
 ANSIBLE_FLAGS ?=
 PYTEST_FLAGS ?=
 LOCK_FLAGS ?=
+BENCH_FLAGS ?=
 
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
@@ -113,6 +114,12 @@ $(L2_TEST)/.stamp: requirements/l2-test.lock | $(ENGINE)/.stamp
 $(DEMO_HOME)/models/%/config.json: scripts/make_model.py | $(ENGINE)/.stamp
 	@"$(ENGINE)/bin/python" scripts/make_model.py "$(@D)" --kind $*
 	@touch "$@"
+
+##@ Benchmarks
+
+.PHONY: bench-hash
+bench-hash: dev ## Hashing of a model against sha256sum (BENCH_FLAGS="--gigabytes 4")
+	@PYTHONPATH=plugins/module_utils "$(DEV)/bin/python" benchmarks/hashing.py --folder "$(DEMO_HOME)" $(BENCH_FLAGS)
 
 ##@ Checks
 

@@ -11,7 +11,11 @@ description:
     namespace under which the KV of exactly this deployment is stored.
   - Writes C(identity.env.local) into the folder that the setting C(kvp_config_dir) names, and in launch mode host
     the link C(<kvp_models_dir>/<kvp_model_family>/<namespace>) to the model's folder. Earlier links stay.
-  - Digests of files are remembered by path, size, times and inode in C(hash-cache.json) in the state folder.
+  - Digests of files are remembered by path, size, times and inode in C(hash-cache.jsonl) in the state folder, each as
+    soon as it is known, so a run that was interrupted goes on where it was. C(kvpersist hash) on the host does the
+    same with a progress bar.
+  - Where the model was downloaded from Hugging Face, its commit is the revision unless one is set, and a large file
+    whose SHA-256 is not the one that the download expected is an error.
 options:
   settings:
     description: Values by Ansible variable, see docs/configuration.md. What is missing takes its default.

@@ -2,16 +2,36 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import json
+import os
+import pty
 import re
+import shutil
+import signal
 import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from kvp_kit import PROJECT, Deployed, Spawn, kvpersist, start_stub_cache, start_stub_engine
+from kvp_kit import (
+    PROJECT,
+    Deployed,
+    Spawn,
+    clean_environment,
+    download_from_hugging_face,
+    kvpersist,
+    start_stub_cache,
+    start_stub_engine,
+)
 from kvpersist import __version__
+from kvpersist.host.hashing import HashCache
+
+_COLOURS = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]")
 
 
 @pytest.fixture
@@ -194,8 +214,7 @@ def test_a_missing_recovery_result_is_one_line(saved: Deployed) -> None:
 
 
 def test_a_state_folder_that_cannot_be_written_does_not_stop_model_name(saved: Deployed) -> None:
-    (saved.root / "state" / "hash-cache.json").unlink()
-    (saved.root / "state").rmdir()
+    shutil.rmtree(saved.root / "state", ignore_errors=True)
     (saved.root / "state").write_text("a file", encoding="utf-8")
     assert run(saved, "model-name").returncode == 0
 
@@ -233,3 +252,56 @@ def test_written_docs_equal_the_committed_ones(tmp_path: Path) -> None:
     for name in names:
         committed = (PROJECT / "docs" / name).read_text(encoding="utf-8")
         assert (tmp_path / "docs" / name).read_text(encoding="utf-8") == committed, "run: make docs"
+
+
+# Hashing
+
+
+def test_hash_prints_the_digest_of_every_file_that_decides(saved: Deployed) -> None:
+    names = ["tokenizer.json", "tokenizer_config.json", *(path.name for path in saved.model.glob("*.safetensors"))]
+    expected = {name: hashlib.sha256((saved.model / name).read_bytes()).hexdigest() for name in names}
+    assert as_json(run(saved, "hash", "--json"), 0) == expected
+    for name, digest in expected.items():
+        assert re.search(rf"{name} +│ {digest}", run(saved, "hash").stdout)
+
+
+def test_hash_uses_and_corrects_what_is_remembered_unless_told_to_distrust_it(saved: Deployed) -> None:
+    shard = saved.model / "model-00001-of-00002.safetensors"
+    cache = HashCache(str(saved.root / "state" / "hash-cache.jsonl"), keep=True)
+    cache.remember(str(shard), shard.stat(), "0" * 64, sys.maxsize)
+    assert as_json(run(saved, "hash", "--json"), 0)[shard.name] == "0" * 64
+    digest = hashlib.sha256(shard.read_bytes()).hexdigest()
+    assert as_json(run(saved, "hash", "--json", "--distrust"), 0)[shard.name] == digest
+
+
+def test_a_shard_that_is_not_what_its_download_expected_is_one_line_that_names_it(saved: Deployed) -> None:
+    download_from_hugging_face(saved.model, "a" * 40)
+    shard = saved.model / "model-00002-of-00002.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-1])
+    assert f"{shard.name} has SHA-256 " in one_error(run(saved, "hash"), 2)
+
+
+def test_on_a_terminal_a_bar_tells_rate_and_time_left_and_ctrl_c_ends_it_at_once(saved: Deployed) -> None:
+    endless = saved.model / "model-00003.safetensors"
+    endless.touch()
+    os.truncate(endless, 1 << 40)
+    terminal, theirs = pty.openpty()
+    child = subprocess.Popen(
+        [sys.executable, "-m", "kvpersist.cli", "hash", "--config-dir", str(saved.config_dir)],
+        env=clean_environment(TERM="xterm", COLUMNS="120"),
+        stdout=subprocess.PIPE,
+        stderr=theirs,
+    )
+    os.close(theirs)
+    seen = b""
+    while not re.search(rb"hashing .*/1\.1 TB [0-9.]+ [GM]B/s [0-9]:[0-9]{2}:[0-9]{2}", _COLOURS.sub(b"", seen)):
+        seen += os.read(terminal, 4096)
+    began = time.monotonic()
+    child.send_signal(signal.SIGINT)
+    with contextlib.suppress(OSError):  # a terminal's end
+        while os.read(terminal, 4096):
+            pass
+    output, _ = child.communicate()
+    os.close(terminal)
+    assert (child.returncode, output) == (130, b"")
+    assert time.monotonic() - began < 10

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kvp_kit import Deployed, Spawn, clean_environment, spawning, start_stub_cache
+from kvp_kit import Deployed, Spawn, clean_environment, download_from_hugging_face, spawning, start_stub_cache
 from kvpersist.core.commands import ENGINE_MODULE, engine_argv
 from kvpersist.core.gate import Verdict
 from kvpersist.core.identity import FIELDS
@@ -105,11 +105,22 @@ def test_every_field_and_link_of_a_correct_deployment_with_stub_engine_is_verifi
     assert set(verdict.checked) == set(FIELDS) | links
 
 
+def test_the_gate_knows_the_revision_of_a_download_as_the_identity_does(deployed: Deployed, spawn: Spawn) -> None:
+    download_from_hugging_face(deployed.model, "a" * 40)
+    running = Running(deployed, spawn)
+    assert running.gate().exit_code == 0
+    metadata = deployed.model / ".cache" / "huggingface" / "download" / "model-00001-of-00002.safetensors.metadata"
+    metadata.write_text(metadata.read_text(encoding="utf-8").replace("a" * 40, "b" * 40), encoding="utf-8")
+    weights = running.saved.identity.weights_sha256[:40]
+    both = ("a" * 40, weights)
+    assert differences(running.gate()) == {"model_revision": both, "tokenizer_revision": both}
+
+
 def test_the_gate_writes_nothing(running: Running) -> None:
     def state() -> dict[str, int]:
         return {str(path): path.lstat().st_mtime_ns for path in running.deployed.root.rglob("*")}
 
-    (running.deployed.root / "state" / "hash-cache.json").unlink()
+    (running.deployed.root / "state" / "hash-cache.jsonl").unlink(missing_ok=True)
     before = state()
     assert running.gate().exit_code == 0
     assert state() == before

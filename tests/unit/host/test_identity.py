@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import json
+import hashlib
 import os
+import shutil
 from pathlib import Path
 from typing import Any, Callable
 
 import pytest
-from kvp_kit import Deployed
+from kvp_kit import Deployed, download_from_hugging_face
 from kvpersist.core.errors import KvpError, MismatchError, UsageError
+from kvpersist.host import hashing
 from kvpersist.host.hashing import HashCache
 from kvpersist.host.identity import resolve_identity, save_identity, verified_identity
 
@@ -89,22 +91,29 @@ def test_times_places_and_comments_keep_the_namespace(deployed: Deployed, tmp_pa
     assert verified_identity(deployed.deployment).namespace() == saved.namespace
 
 
-def test_without_a_revision_that_of_the_weights_is_taken(deployed: Deployed) -> None:
+def test_the_revision_is_the_given_one_else_that_of_the_download_else_that_of_the_weights(deployed: Deployed) -> None:
     identity = resolve_identity(deployed.deployment, HashCache(None))
     assert identity.model_revision == identity.tokenizer_revision == identity.weights_sha256[:40]
+    download_from_hugging_face(deployed.model, "a" * 40)
+    identity = resolve_identity(deployed.deployment, HashCache(None))
+    assert identity.model_revision == identity.tokenizer_revision == "a" * 40
     deployed.settings["kvp_model_revision"] = "b" * 40
     identity = resolve_identity(deployed.deployment, HashCache(None))
     assert identity.model_revision == identity.tokenizer_revision == "b" * 40
 
 
-def test_saving_makes_file_link_and_hash_cache_and_keeps_earlier_links(deployed: Deployed) -> None:
+def test_saving_makes_file_link_and_hash_cache_and_keeps_earlier_links(
+    deployed: Deployed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hashing, "_COARSEST_TIME_NS", 0)  # or files as young as these are not remembered
     first = deployed.save_identity()
     assert first.as_result()["changed"]
     assert first.previous is None
     assert os.readlink(first.model_path) == str(deployed.model)
     assert first.model_path == f"{deployed.root}/models/tiny/{first.namespace}"
-    remembered = json.loads((deployed.root / "state" / "hash-cache.json").read_text(encoding="utf-8"))
-    assert str(deployed.model / "model-00001-of-00002.safetensors") in remembered
+    shard = deployed.model / "model-00001-of-00002.safetensors"
+    remembered = HashCache(str(deployed.root / "state" / "hash-cache.jsonl"))
+    assert remembered.lookup(str(shard), shard.stat()) == hashlib.sha256(shard.read_bytes()).hexdigest()
     again = deployed.save_identity()
     assert not again.as_result()["changed"]
     assert again.as_result()["diff"] == []
@@ -176,6 +185,7 @@ def test_an_edited_identity_is_a_mismatch_with_every_field_and_both_values(deplo
 def test_progress_is_told_of_every_byte(deployed: Deployed) -> None:
     calls: list[tuple[int, int]] = []
     deployed.save_identity()
+    shutil.rmtree(deployed.root / "state", ignore_errors=True)
     verified_identity(deployed.deployment, lambda done, total: calls.append((done, total)))
     names = ["tokenizer.json", "tokenizer_config.json", *(path.name for path in deployed.model.glob("*.safetensors"))]
     size = sum((deployed.model / name).stat().st_size for name in names)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from dataclasses import asdict
+import shutil
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Callable
 
 import pytest
-from kvp_kit import CONFIG, TEMPLATE, make_model
+from kvp_kit import CONFIG, TEMPLATE, download_from_hugging_face, make_model
 from kvpersist.core.errors import UsageError
 from kvpersist.host.hashing import HashCache
 from kvpersist.host.model_folder import ModelFacts, read_model, tokenizer_files, weight_shards
@@ -213,6 +214,40 @@ def test_named_chat_templates_count_in_any_order_of_keys(model: Path) -> None:
 def test_a_model_without_a_chat_template_has_the_digest_of_nothing(model: Path) -> None:
     (model / "chat_template.jinja").unlink()
     assert template_digest(model) == hashlib.sha256(b"").hexdigest()
+
+
+# A model that was downloaded from Hugging Face
+
+
+def test_the_commit_of_the_download_is_a_fact_and_a_download_that_says_nothing_is_none(model: Path) -> None:
+    assert facts(model).commit is None
+    assert facts(model).model_revision == GOLDEN.weights_sha256[:40]
+    download_from_hugging_face(model, "a" * 40)
+    assert facts(model) == replace(GOLDEN, commit="a" * 40)
+    assert facts(model).model_revision == "a" * 40
+
+
+def test_every_file_that_is_not_what_its_download_expected_is_named_with_both_digests(model: Path) -> None:
+    download_from_hugging_face(model, "a" * 40)
+    cache = HashCache(None)
+    names = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+    expected, found = [], []
+    for name in names:
+        content = (model / name).read_bytes()
+        expected.append(hashlib.sha256(content).hexdigest())
+        found.append(hashlib.sha256(content[:-1] + b"?").hexdigest())
+        (model / name).write_bytes(content[:-1] + b"?")
+    with pytest.raises(UsageError) as caught:
+        read_model(str(model), cache)
+    assert str(caught.value) == (
+        f"checking the model folder {model}: "
+        f"{names[0]} has SHA-256 {found[0]}, its download expected {expected[0]}; "
+        f"{names[1]} has SHA-256 {found[1]}, its download expected {expected[1]}. "
+        "Remove what is named and download it again; a model that was changed on purpose belongs into a folder "
+        "without Hugging Face's metadata."
+    )
+    shutil.rmtree(model / ".cache")
+    assert facts(model).commit is None
 
 
 # What is wrong with a folder

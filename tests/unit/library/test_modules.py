@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import socket
+import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -13,6 +14,7 @@ import ansible.module_utils
 import pytest
 from ansible.module_utils.testing import patch_module_args
 from kvp_kit import PROJECT, SOURCES, Deployed, Spawn, start_stub_cache, start_stub_engine
+from kvpersist.host.hashing import HashCache
 
 FILES = ("cache.env.local", "lmcache-server.env", "tp4.env")
 MODULES = (
@@ -241,11 +243,9 @@ def test_differences_from_the_saved_identity_are_returned_with_both_values(run: 
 
 def test_a_distrusted_hash_cache_is_not_used(run: Any, deployed: Deployed) -> None:
     right = run("kvp_identity", settings=deployed.settings)
-    store = deployed.root / "state" / "hash-cache.json"
-    content = json.loads(store.read_text(encoding="utf-8"))
-    for entry in content.values():
-        entry["sha256"] = "0" * 64
-    store.write_text(json.dumps(content), encoding="utf-8")
+    cache = HashCache(str(deployed.root / "state" / "hash-cache.jsonl"), keep=True)
+    for shard in deployed.model.glob("*.safetensors"):
+        cache.remember(str(shard), shard.stat(), "0" * 64, sys.maxsize)
     assert run("kvp_identity", settings=deployed.settings)["namespace"] != right["namespace"]
     assert run("kvp_identity", settings=deployed.settings, trust_hash_cache=False)["namespace"] == right["namespace"]
 

@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Callable, NoReturn
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Table
 
 from .. import __version__
@@ -22,12 +21,15 @@ from ..core.recovery import SCENARIOS, exit_code, summary_rows
 from ..core.settings import to_text
 from ..host.deployment import load_deployment, load_identity, load_values
 from ..host.gate import run_gate
-from ..host.identity import namespace_of, verified_identity
+from ..host.hashing import HashCache
+from ..host.identity import HASH_CACHE, namespace_of, verified_identity
 from ..host.launch import launch_cache, launch_engine
+from ..host.model_folder import hash_model
 from ..host.preflight import preflight_problems, preflight_warnings
 from ..host.recovery import Plan, last_result, run_recovery
 from ..host.services import resolved_manager, service_manager
 from .docs import write_docs
+from .progress import hashing_progress
 
 # Without a terminal nothing may be folded at 80 columns: a value that is cut cannot be searched for.
 _OUT = Console(highlight=False, width=None if sys.stdout.isatty() else 400)
@@ -85,6 +87,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("model-name", _model_name, "Print the namespace, verified against the model and the settings.")
     add("identity", _identity, "Print the identity of this deployment.")
+    hashed = add("hash", _hash, "Hash the model's files, check them against their download, remember the digests.")
+    hashed.add_argument("--distrust", action="store_true", help="read every byte again, whatever is remembered")
     add("preflight", _preflight, "Check whether this host can run the deployment.")
     add("gate", _gate, "Compare what runs with the identity: 0 verified, 4 mismatch, 5 inconclusive.")
     recover = add(
@@ -116,10 +120,8 @@ def _launch(arguments: argparse.Namespace) -> int:
 
 def _model_name(arguments: argparse.Namespace) -> int:
     deployment = _deployment(arguments)
-    columns = ("hashing", BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=_ERR, disable=not _ERR.is_terminal) as bar:
-        task = bar.add_task("hashing", total=None)
-        identity = verified_identity(deployment, lambda done, all_: bar.update(task, completed=done, total=all_))
+    with hashing_progress(_ERR) as progress:
+        identity = verified_identity(deployment, progress)
     namespace = namespace_of(deployment, identity)
     _print(arguments, {"namespace": namespace}, lambda: print(namespace))
     return EXIT_OK
@@ -133,6 +135,15 @@ def _identity(arguments: argparse.Namespace) -> int:
     content = {"namespace": namespace, "model_path": path, "identity": identity.as_dict()}
     rows = [("namespace", namespace), ("model_path", path), *identity.as_dict().items()]
     _print(arguments, content, lambda: _table(rows))
+    return EXIT_OK
+
+
+def _hash(arguments: argparse.Namespace) -> int:
+    deployment = _deployment(arguments)
+    cache = HashCache(f"{deployment.state_dir}/{HASH_CACHE}", trust=not arguments.distrust, keep=True)
+    with hashing_progress(_ERR) as progress:
+        digests = hash_model(deployment.engine.model_dir, cache, progress)
+    _print(arguments, digests, lambda: _table(list(digests.items())))
     return EXIT_OK
 
 

@@ -213,9 +213,9 @@ SETTINGS: tuple[Setting, ...] = (
         "str",
         "",
         Meaning(
-            "The model's revision, 40 hex digits; empty derives it from the bytes of the weights.",
-            "Ревизия модели, 40 шестнадцатеричных цифр; пусто — вычисляется из байтов весов.",
-            "模型修订版，40 位十六进制；为空则由权重字节推导。",
+            "The model's revision, 40 hex digits; empty takes the commit of its download, else the weights' bytes.",
+            "Ревизия модели, 40 шестнадцатеричных цифр; пусто — коммит загрузки, иначе вычисляется из байтов весов.",
+            "模型修订版，40 位十六进制；为空则取下载时的提交，否则由权重字节推导。",
         ),
         _engine("MODEL_REVISION"),
     ),

@@ -83,7 +83,7 @@ def _declared(deployment: Deployment) -> dict[str, Any]:
 def _from_engine(engine: _Running | Unreadable, deployment: Deployment) -> dict[str, Any]:
     served = _served_model(engine, deployment)
     facts = {
-        "model_revision": _of(served, lambda model: deployment.engine.model_revision or model.weights_sha256[:40]),
+        "model_revision": _of(served, lambda model: deployment.engine.model_revision or model.model_revision),
         "model_config_sha256": _of(served, lambda model: model.model_config_sha256),
         "model_dtype": _of(served, lambda model: model.model_dtype),
         "kv_geometry": _of(served, lambda model: model.kv_geometry),

@@ -1,4 +1,4 @@
-"""SHA-256 of large files: in parallel, with progress, remembered between runs."""
+"""SHA-256 of large files: on all cores, with progress, remembered between runs and through interruptions."""
 
 from __future__ import annotations
 
@@ -6,63 +6,130 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from threading import Lock
-from typing import Any, Callable
+import time
+from collections.abc import Iterable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from io import FileIO
+from threading import Event, Lock
+from typing import Callable
 
 from ..core.errors import UsageError
-from .files import read_text, reason, write_atomic
+from .files import reason, write_atomic
 
-_PIECE = 4 * 1024 * 1024
+_PIECE = 1024 * 1024
+# Bounds memory: two pieces each. More cores than that are faster than any disk.
+_MOST_WORKERS = 16
+# Smaller files are read too quickly for a second thread to be worth its start.
+_LARGE = 64 * 1024 * 1024
+_REPORT_EVERY_S = 0.2
+# The coarsest steps in which file systems keep times: FAT 2 s, ext3 1 s. A second change within one leaves no trace.
+_COARSEST_TIME_NS = 2_000_000_000
+# 200 shards take 60 kB; what is larger than this is not of our making.
+_LARGEST_CACHE = 64 * 1024 * 1024
+_OUTDATED_LINES = 1000
 
 Progress = Callable[[int, int], None]
-"""Called with (bytes done, bytes in all), from any thread."""
+"""Called with (bytes done, bytes in all) of what must be read, by the thread that asked for the digests."""
+
+_Stamp = tuple[int, int, int, int]
 
 
 class HashCache:
     """Remembers digests by path, size, modification and change time, and inode.
 
-    A file whose content changed with size, times and inode unchanged is missed on purpose only where ``trust`` is
-    given; an unreadable or damaged cache file is an empty one, since hashing again is always right.
+    Each digest is one line that is appended the moment it is known and carries its own checksum. So a killed process
+    loses only the files it was at, several processes may write at once, and a damaged line is hashed again instead of
+    believed. The last line for a path counts.
 
     Args:
         path: the cache's file; None remembers nothing.
         trust: whether remembered digests may be used.
+        keep: whether new ones are written down. A file that cannot be written costs time, not more.
     """
 
-    def __init__(self, path: str | None, trust: bool = True) -> None:
-        self._path = path
-        self._known: dict[str, dict[str, Any]] = {}
-        self._changed = False
+    def __init__(self, path: str | None, trust: bool = True, keep: bool = False) -> None:
+        self._path = path if keep else None
         self._lock = Lock()
-        if path is not None and trust and os.path.exists(path):
-            try:
-                content = json.loads(read_text(path))
-            except (UsageError, ValueError, RecursionError):
-                content = {}
-            if isinstance(content, dict):
-                self._known = content
+        lines = _lines(path) if path is not None else []
+        known = dict(entry for entry in map(_parse, lines) if entry is not None)
+        if self._path is not None and len(lines) > 2 * len(known) + _OUTDATED_LINES:
+            with contextlib.suppress(UsageError):
+                write_atomic(self._path, "".join(_line(name, *entry) for name, entry in known.items()))
+        self._known = known if trust else {}
 
     def lookup(self, path: str, stat: os.stat_result) -> str | None:
         """The digest of a file that has not changed since it was hashed, else None."""
-        entry = self._known.get(path)
-        if isinstance(entry, dict) and entry.get("stamp") == _stamp(stat) and isinstance(entry.get("sha256"), str):
-            return str(entry["sha256"])
-        return None
+        stamp, sha256 = self._known.get(path, (None, None))
+        return sha256 if stamp == _stamp(stat) else None
 
-    def remember(self, path: str, stat: os.stat_result, sha256: str) -> None:
-        """Keeps a digest with the state of the file from before it was read."""
+    def remember(self, path: str, stat: os.stat_result, sha256: str, read_ns: int) -> None:
+        """Keeps a digest, unless the file was so young that another change would have left the same times.
+
+        Args:
+            stat: the state of the file from before it was read.
+            read_ns: when reading began, in ns since the epoch.
+        """
+        if read_ns - stat.st_ctime_ns < _COARSEST_TIME_NS:
+            return
         with self._lock:
-            self._known[path] = {"stamp": _stamp(stat), "sha256": sha256}
-            self._changed = True
+            self._known[path] = (_stamp(stat), sha256)
+            if self._path is not None:
+                with contextlib.suppress(OSError):
+                    _append(self._path, _line(path, _stamp(stat), sha256))
 
-    def save(self) -> None:
-        """Writes the cache's file if anything was added; a state folder that cannot be written costs time, not more."""
-        if self._path is not None and self._changed:
-            with contextlib.suppress(UsageError):  # what is not remembered is hashed again
-                write_atomic(self._path, json.dumps(self._known, sort_keys=True, indent=1))
-            self._changed = False
+
+def _lines(path: str) -> list[bytes]:
+    try:
+        if not os.path.isfile(path):
+            return []  # a pipe would block for ever
+        with open(path, "rb") as file:
+            return file.read(_LARGEST_CACHE).split(b"\n")
+    except OSError:
+        return []
+
+
+def _parse(line: bytes) -> tuple[str, tuple[_Stamp, str]] | None:
+    try:
+        check, path, stamp, sha256 = json.loads(line)
+        whole = check == _check(path, stamp, sha256)
+    except (ValueError, TypeError, RecursionError):
+        return None
+    return (path, (tuple(stamp), sha256)) if whole else None
+
+
+def _line(path: str, stamp: _Stamp, sha256: str) -> str:
+    # It begins with the end of the line before, which a kill may have torn.
+    return "\n" + json.dumps([_check(path, stamp, sha256), path, stamp, sha256])
+
+
+def _check(path: str, stamp: Iterable[int], sha256: str) -> str:
+    size, mtime_ns, ctime_ns, inode = stamp
+    content = f"{size:d} {mtime_ns:d} {ctime_ns:d} {inode:d} {sha256:64s} {path:s}"
+    return hashlib.sha256(content.encode("utf-8", "surrogateescape")).hexdigest()[:16]
+
+
+def _append(path: str, text: str) -> None:
+    os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
+    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        os.write(descriptor, text.encode("ascii"))
+    finally:
+        os.close(descriptor)
+
+
+@dataclass(frozen=True)
+class _File:
+    """A file as it was found.
+
+    Attributes:
+        path: as the caller named it.
+        key: its path without links, under which it is remembered.
+    """
+
+    path: str
+    key: str
+    stat: os.stat_result
 
 
 def sha256_files(paths: Sequence[str], cache: HashCache, progress: Progress | None = None) -> dict[str, str]:
@@ -70,63 +137,134 @@ def sha256_files(paths: Sequence[str], cache: HashCache, progress: Progress | No
 
     Args:
         paths: the files; symbolic links are followed.
-        cache: remembered digests; new ones are added, saving is the caller's.
-        progress: told of bytes done, including those that the cache answered.
+        cache: remembered digests; each new one is added as soon as it is known.
+        progress: told of the bytes that must be read; never called when the cache knows all.
 
     Raises:
         UsageError: naming the file that cannot be read, or that changed while it was read.
     """
-    resolved = {path: os.path.realpath(path) for path in paths}
-    stats = {path: _stat(real) for path, real in resolved.items()}
-    total = sum(stat.st_size for stat in stats.values())
-    done = 0
-    lock = Lock()
+    files = {path: _look(path) for path in paths}
+    digests: dict[str, str] = {}
+    unknown: dict[str, _File] = {}
+    for file in files.values():
+        known = cache.lookup(file.key, file.stat)
+        if known is None:
+            unknown[file.key] = file
+        else:
+            digests[file.key] = known
+    if unknown:
+        digests.update(_Hashing(list(unknown.values()), cache).run(progress))
+    return {path: digests[file.key] for path, file in files.items()}
 
-    def advance(count: int) -> None:
-        nonlocal done
-        with lock:
-            done += count
+
+def _look(path: str) -> _File:
+    try:
+        stat = os.stat(path)
+    except OSError as error:
+        raise _unreadable(path, error) from None
+    key = os.path.realpath(path)
+    # Below /proc/<pid>/root a path without links may lead to another file.
+    with contextlib.suppress(OSError):
+        if os.path.samestat(os.stat(key), stat):
+            return _File(path, key, stat)
+    return _File(path, path, stat)
+
+
+class _Hashing:
+    """One run over files that the cache does not know."""
+
+    def __init__(self, files: Sequence[_File], cache: HashCache) -> None:
+        now = time.time_ns()
+        # Young files last: until then they may be old enough to be remembered. Large ones first: no core idles long.
+        self._files = sorted(
+            files, key=lambda file: (now - file.stat.st_ctime_ns < _COARSEST_TIME_NS, -file.stat.st_size)
+        )
+        self._cache = cache
+        self._total = sum(file.stat.st_size for file in files)
+        self._workers = min(len(os.sched_getaffinity(0)), _MOST_WORKERS)
+        # With a core to spare, reading and hashing of one file overlap; without, the piece just read is best hashed at
+        # once, while it is in the core's own cache.
+        self._overlap = sum(file.stat.st_size >= _LARGE for file in files) < self._workers
+        # What the engine reads next stays in memory, but a model that does not fit would only push out everything else.
+        self._drop = self._total > _available_memory()
+        self._done = 0
+        self._lock = Lock()
+        self._stop = Event()
+
+    def run(self, progress: Progress | None) -> dict[str, str]:
+        """Digests by key."""
+
+        def report() -> None:
             if progress is not None:
-                progress(done, total)
+                progress(self._done, self._total)
 
-    def digest(path: str) -> str:
-        real, stat = resolved[path], stats[path]
-        known = cache.lookup(real, stat)
-        if known is not None:
-            advance(stat.st_size)
-            return known
-        value = _sha256(real, advance)
-        if _stamp(_stat(real)) != _stamp(stat):
-            raise UsageError(f"hashing {path}", "it changed while it was read", "Wait until the copy is complete.")
-        cache.remember(real, stat, value)
-        return value
+        with ThreadPoolExecutor(self._workers) as pool, ThreadPoolExecutor(self._workers) as self._readers:
+            try:
+                report()
+                futures = {file.key: pool.submit(self._digest, file) for file in self._files}
+                waiting = set(futures.values())
+                while waiting:
+                    finished, waiting = wait(waiting, _REPORT_EVERY_S, FIRST_EXCEPTION)
+                    for future in finished:
+                        future.result()
+                    report()
+            except BaseException:  # Ctrl-C too: what runs ends at its next piece, the rest does not begin
+                self._stop.set()
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+        return {key: future.result() for key, future in futures.items()}
 
-    with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
-        return dict(zip(paths, pool.map(digest, paths)))
+    def _digest(self, file: _File) -> str:
+        try:
+            with open(file.path, "rb", buffering=0) as stream:
+                began = time.time_ns()
+                before = os.fstat(stream.fileno())
+                os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
+                sha256 = self._sha256(stream)
+            after = os.stat(file.path)
+        except OSError as error:
+            raise _unreadable(file.path, error) from None
+        if not self._stop.is_set():
+            if not _stamp(file.stat) == _stamp(before) == _stamp(after):
+                raise UsageError(
+                    f"hashing {file.path}",
+                    "it changed while it was read",
+                    "Wait until nothing writes to it, then run this again; finished files are remembered.",
+                )
+            self._cache.remember(file.key, before, sha256, began)
+        return sha256
+
+    def _sha256(self, stream: FileIO) -> str:
+        digest = hashlib.sha256()
+        piece, other = bytearray(_PIECE), bytearray(_PIECE)
+        offset = 0
+        count = stream.readinto(piece)
+        while count and not self._stop.is_set():
+            ahead = self._readers.submit(stream.readinto, other) if self._overlap and count == _PIECE else None
+            digest.update(memoryview(piece)[:count])
+            if self._drop:
+                os.posix_fadvise(stream.fileno(), offset, count, os.POSIX_FADV_DONTNEED)
+            offset += count
+            with self._lock:
+                self._done += count
+            count = ahead.result() if ahead else stream.readinto(other)
+            piece, other = other, piece
+        return digest.hexdigest()
 
 
-def _sha256(path: str, advance: Callable[[int], None]) -> str:
-    digest = hashlib.sha256()
-    buffer = bytearray(_PIECE)
-    view = memoryview(buffer)
+def _unreadable(path: str, error: OSError) -> UsageError:
+    return UsageError(f"hashing {path}", reason(error), "Check the file and its permissions.")
+
+
+def _available_memory() -> float:
+    """Bytes that the page cache may take without swapping; infinite where the kernel does not say."""
     try:
-        with open(path, "rb", buffering=0) as file:
-            while True:
-                count = file.readinto(buffer)
-                if not count:
-                    return digest.hexdigest()
-                digest.update(view[:count])
-                advance(count)
-    except OSError as error:
-        raise UsageError(f"hashing {path}", reason(error), "Check the file and its permissions.") from None
+        with open("/proc/meminfo", encoding="ascii") as file:
+            facts = dict(line.split(":", 1) for line in file)
+        return int(facts["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        return float("inf")
 
 
-def _stat(path: str) -> os.stat_result:
-    try:
-        return os.stat(path)
-    except OSError as error:
-        raise UsageError(f"hashing {path}", reason(error), "Check the file and its permissions.") from None
-
-
-def _stamp(stat: os.stat_result) -> list[int]:
-    return [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]
+def _stamp(stat: os.stat_result) -> _Stamp:
+    return (stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino)

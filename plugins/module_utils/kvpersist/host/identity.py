@@ -17,15 +17,15 @@ from .hashing import HashCache, Progress
 from .managed import Change, manage_file, manage_link
 from .model_folder import read_model
 
-HASH_CACHE = "hash-cache.json"
+HASH_CACHE = "hash-cache.jsonl"
 
 
 def resolve_identity(deployment: Deployment, cache: HashCache, progress: Progress | None = None) -> Identity:
     """The identity that this deployment's settings lead to.
 
     Args:
-        cache: remembered digests; the caller saves it.
-        progress: told of hashed bytes.
+        cache: remembered digests, and where new ones go.
+        progress: told of the bytes that must be hashed.
 
     Raises:
         UsageError, PreflightError: when a fact cannot be had; nothing is guessed.
@@ -34,7 +34,7 @@ def resolve_identity(deployment: Deployment, cache: HashCache, progress: Progres
     check_extra_args(engine.extra_args)
     facts = read_model(engine.model_dir, cache, progress)
     options = parse_options(engine.extra_args)
-    revision = engine.model_revision or facts.weights_sha256[:40]
+    revision = engine.model_revision or facts.model_revision
     return Identity(
         model_id=engine.model_id,
         model_revision=revision,
@@ -76,9 +76,8 @@ def verified_identity(deployment: Deployment, progress: Progress | None = None) 
         UsageError, PreflightError: when it cannot be read or derived.
     """
     stored = load_identity(deployment.config_dir)
-    cache = HashCache(f"{deployment.state_dir}/{HASH_CACHE}")
+    cache = HashCache(f"{deployment.state_dir}/{HASH_CACHE}", keep=True)
     current = resolve_identity(deployment, cache, progress)
-    cache.save()
     changed = differences(stored, current)
     if changed:
         facts = "; ".join(f"{name} is {old!r} there and {new!r} here" for name, old, new in changed)
@@ -145,9 +144,9 @@ def save_identity(deployment: Deployment, trust_hash_cache: bool, check_mode: bo
     """Derives the identity and saves it as identity.env.local, with the link under which the model is served.
 
     Raises:
-        UsageError, PreflightError: as :func:`resolve_identity`; nothing is written then.
+        UsageError, PreflightError: as :func:`resolve_identity`; nothing but digests is written then.
     """
-    cache = HashCache(f"{deployment.state_dir}/{HASH_CACHE}", trust=trust_hash_cache)
+    cache = HashCache(f"{deployment.state_dir}/{HASH_CACHE}", trust=trust_hash_cache, keep=not check_mode)
     identity = resolve_identity(deployment, cache)
     namespace = namespace_of(deployment, identity)
     path = commands.served_path(deployment.engine, namespace)
@@ -159,6 +158,4 @@ def save_identity(deployment: Deployment, trust_hash_cache: bool, check_mode: bo
     if deployment.engine.launch_mode == "host":
         changes.append(manage_link(path, deployment.engine.model_dir, check_mode))
     changes.append(manage_file(f"{deployment.config_dir}/{IDENTITY_ENV}", identity.render(), check_mode))
-    if not check_mode:
-        cache.save()
     return SavedIdentity(namespace, path, identity, previous, tuple(changes))

@@ -16,6 +16,7 @@ from .files import link_target, reason
 from .health import cache_answers
 from .identity import namespace_of, verified_identity
 from .l2_tier import cache_server, manage_backing_file
+from .progress import ProgressLines
 
 
 def launch_cache(deployment: Deployment, environment: Mapping[str, str]) -> NoReturn:
@@ -69,7 +70,7 @@ def _attached_namespace(deployment: Deployment) -> str:
         )
         identity = load_identity(deployment.config_dir)
     else:
-        identity = verified_identity(deployment)
+        identity = verified_identity(deployment, ProgressLines(lambda line: print(line, flush=True)))
     namespace = namespace_of(deployment, identity)
     path = commands.served_path(engine, namespace)
     if engine.launch_mode == "host" and link_target(path) != engine.model_dir:

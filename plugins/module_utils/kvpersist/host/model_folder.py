@@ -14,6 +14,7 @@ from ..core.geometry import geometry_from_config, language_model, rope_text
 from ..core.identity import resolve_kv_cache_dtype
 from .files import read_json, read_text, reason
 from .hashing import HashCache, Progress, sha256_files
+from .huggingface import read_download
 
 # In the order in which vLLM prefers them; one kind is loaded, the others are ignored.
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".gguf")
@@ -37,7 +38,11 @@ _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tekken.json", "vocab.json",
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What a model folder contributes to the identity; the fields are named as there."""
+    """What a model folder contributes to the identity; the fields are named as there.
+
+    Attributes:
+        commit: the commit of the download from Hugging Face that all shards name, if any.
+    """
 
     model_config_sha256: str
     model_dtype: str
@@ -48,13 +53,20 @@ class ModelFacts:
     weights_sha256: str
     tokenizer_sha256: str
     chat_template_sha256: str
+    commit: str | None = None
+
+    @property
+    def model_revision(self) -> str:
+        """The commit of the download, else the beginning of the weights fingerprint."""
+        return self.commit or self.weights_sha256[:40]
 
 
 def read_model(folder: str, cache: HashCache, progress: Progress | None = None) -> ModelFacts:
     """Reads and hashes a model folder.
 
     Raises:
-        UsageError: for a missing folder, a config.json that is no JSON, missing weights, shards or tokenizer.
+        UsageError: for a missing folder, a config.json that is no JSON, missing weights, shards or tokenizer, and as
+            :func:`hash_model`.
     """
     if not os.path.isdir(folder):
         raise UsageError(
@@ -64,20 +76,50 @@ def read_model(folder: str, cache: HashCache, progress: Progress | None = None) 
     geometry = geometry_from_config(config, f"{folder}/config.json")
     tokenizer = tokenizer_files(folder)
     shards = weight_shards(folder)
-    code = sorted(name for name in os.listdir(folder) if name.endswith(".py"))
-    digests = sha256_files([f"{folder}/{name}" for name in (*shards, *tokenizer, *code)], cache, progress)
+    code = _code_files(folder)
+    digests = hash_model(folder, cache, progress)
     quantization = config.get("quantization_config") or language_model(config).get("quantization_config")
     return ModelFacts(
-        model_config_sha256=_config_digest(config, folder, digests, code),
+        model_config_sha256=_config_digest(config, digests, code),
         model_dtype=_dtype(config, folder),
         kv_geometry=geometry.text(),
         rope=rope_text(config),
         quantization=_quantization_text(quantization),
         quantization_config=quantization if isinstance(quantization, dict) else None,
-        weights_sha256=_fingerprint(folder, shards, digests),
-        tokenizer_sha256=_fingerprint(folder, tokenizer, digests),
+        weights_sha256=_fingerprint(shards, digests),
+        tokenizer_sha256=_fingerprint(tokenizer, digests),
         chat_template_sha256=hashlib.sha256(_chat_template(folder)).hexdigest(),
+        commit=read_download(folder, shards).commit,
     )
+
+
+def hash_model(folder: str, cache: HashCache, progress: Progress | None = None) -> dict[str, str]:
+    """SHA-256 by name of the files of a model folder that decide about the KV, checked against their download.
+
+    Raises:
+        UsageError: for missing weights, shards or tokenizer; naming a file that cannot be read, that changed while it
+            was read, or whose SHA-256 is not the one that its download expected.
+    """
+    names = [*weight_shards(folder), *tokenizer_files(folder), *_code_files(folder)]
+    expected = read_download(folder, names).expected
+    found = sha256_files([f"{folder}/{name}" for name in names], cache, progress)
+    digests = {name: found[f"{folder}/{name}"] for name in names}
+    wrong = [name for name in names if digests[name] != expected.get(name, digests[name])]
+    if wrong:
+        facts = "; ".join(
+            f"{name} has SHA-256 {digests[name]}, its download expected {expected[name]}" for name in wrong
+        )
+        raise UsageError(
+            f"checking the model folder {folder}",
+            facts,
+            "Remove what is named and download it again; a model that was changed on purpose belongs into a folder "
+            "without Hugging Face's metadata.",
+        )
+    return digests
+
+
+def _code_files(folder: str) -> list[str]:
+    return sorted(name for name in os.listdir(folder) if name.endswith(".py"))
 
 
 def tokenizer_files(folder: str) -> list[str]:
@@ -133,8 +175,8 @@ def _check_index(index: str, shards: Sequence[str]) -> None:
         )
 
 
-def _fingerprint(folder: str, names: Sequence[str], digests: Mapping[str, str]) -> str:
-    content = json.dumps([[name, digests[f"{folder}/{name}"]] for name in sorted(names)], separators=(",", ":"))
+def _fingerprint(names: Sequence[str], digests: Mapping[str, str]) -> str:
+    content = json.dumps([[name, digests[name]] for name in sorted(names)], separators=(",", ":"))
     return hashlib.sha256(content.encode()).hexdigest()
 
 
@@ -150,10 +192,10 @@ def kv_cache_dtype(config: Mapping[str, Any], folder: str, given: str) -> str:
     )
 
 
-def _config_digest(config: Mapping[str, Any], folder: str, digests: Mapping[str, str], code: Sequence[str]) -> str:
+def _config_digest(config: Mapping[str, Any], digests: Mapping[str, str], code: Sequence[str]) -> str:
     """Digest of everything in config.json that may change what the model computes, and of the code it brings along."""
     content = {name: value for name, value in config.items() if name not in _HARMLESS_CONFIG}
-    canonical = json.dumps([content, [[name, digests[f"{folder}/{name}"]] for name in code]], sort_keys=True)
+    canonical = json.dumps([content, [[name, digests[name]] for name in code]], sort_keys=True)
     return hashlib.sha256(canonical.encode()).hexdigest()
 
 
