@@ -23,7 +23,7 @@ from kvpersist.host.hashing import HashCache, sha256_files
 
 PIECE = hashing._PIECE
 COARSEST_TIME_NS = hashing._COARSEST_TIME_NS
-LATER_NS = time.time_ns() + 10 * COARSEST_TIME_NS
+LATER_NS = time.time_ns() + 3600 * 10**9  # after every file that the tests write
 HASH_ARGUMENTS = """
 import resource, sys
 from kvpersist.host import hashing
@@ -233,9 +233,12 @@ def test_young_files_are_read_last_and_large_ones_first(
     assert hashed == ["large", "medium", "small", "young"]
 
 
-def test_without_trust_every_byte_is_read_and_the_cache_corrected(tmp_path: Path, hashed: list[str]) -> None:
+def test_without_trust_every_byte_is_read_and_the_cache_corrected(
+    tmp_path: Path, hashed: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     path, store = tmp_path / "shard", str(tmp_path / "cache.jsonl")
     path.write_bytes(b"weights")
+    monkeypatch.setattr(time, "time_ns", lambda: LATER_NS)
     HashCache(store, keep=True).remember(str(path), path.stat(), "0" * 64, LATER_NS)
     assert sha256_files([str(path)], HashCache(store)) == {str(path): "0" * 64}, "the cache was not used at all"
     right = {str(path): sha256(b"weights")}
