@@ -52,6 +52,11 @@ _VALUES = Meaning(
     "Модель вычисляет другой KV для тех же токенов.",
     "相同的 token 会算出不同的 KV。",
 )
+_LENGTH = Meaning(
+    "RoPE scaling may follow the longest context, and KV with it.",
+    "Масштабирование RoPE может зависеть от наибольшего контекста, а от него и KV.",
+    "RoPE 缩放可能随最长上下文变化，KV 也随之变化。",
+)
 _TOKENS = Meaning(
     "The same text becomes other tokens, so stored chunks belong to other text.",
     "Тот же текст превращается в другие токены, и сохранённые фрагменты относятся к другому тексту.",
@@ -281,7 +286,7 @@ class Identity:
         "Longest context in tokens.",
         GIVEN,
         ("Longest context", "Наибольший контекст", "最长上下文"),
-        _VALUES,
+        _LENGTH,
         "vllm_engine_max_model_len",
     )
     tensor_parallel_size: int = _field(

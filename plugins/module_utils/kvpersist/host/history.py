@@ -161,7 +161,7 @@ def stored_under(root: str, model_path: str) -> Stored | None:
         remove = f"rm -r {shlex.quote(path)}"
         if not own and NAMESPACE_PATTERN.match(scope) and os.path.isdir(root):
             own = [entry.path for entry in os.scandir(root) if scope in entry.name and entry.is_file()]
-            remove = f"rm {shlex.quote(root)}/*{scope}*"
+            remove = f"rm {shlex.quote(root)}/*{scope}*" if own else remove
         return Stored(len(own), sum(map(_size, own)), remove)
     except OSError:
         return None
