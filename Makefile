@@ -167,7 +167,7 @@ format: dev ## Let ruff format and fix what it can
 ##@ Generated files
 
 .PHONY: docs
-docs: dev ## docs/ pages that are generated from the settings
+docs: dev ## Pages and example files in docs/, in three languages, from the declarations of settings and identity
 	"$(DEV)/bin/kvpersist" config --write-docs docs
 
 .PHONY: changelog

@@ -11,6 +11,8 @@ description:
     namespace under which the KV of exactly this deployment is stored.
   - Writes C(identity.env.local) into the folder that the setting C(kvp_config_dir) names, and in launch mode host
     the link C(<kvp_models_dir>/<kvp_model_family>/<namespace>) to the model's folder. Earlier links stay.
+  - Keeps the identity and the environment files as they are now in the host's history, C(identities) in the state
+    folder, from which M(kvp_rollback_info) reads them. That alone is reported as no change.
   - Digests of files are remembered by path, size, times and inode in C(hash-cache.jsonl) in the state folder, each as
     soon as it is known, so a run that was interrupted goes on where it was. C(kvpersist hash) on the host does the
     same with a progress bar.
@@ -29,7 +31,7 @@ author:
   - kvpersist authors
 attributes:
   check_mode:
-    description: Hashes and compares, writes neither the file, the link nor the hash cache.
+    description: Hashes and compares, writes neither the file, the link, the hash cache nor the history.
     support: full
   diff_mode:
     description: Shows identity.env.local and the link before and after.
@@ -62,11 +64,24 @@ identity:
   description: Every identity field with its value.
   returned: success
   type: dict
+sources:
+  description:
+    - How each field is known. C(given), the inventory says so; C(derived), computed from the model's files; C(engine),
+      read from its environment; C(image), its digest; C(fixed), the same in every deployment of this version.
+  returned: success
+  type: dict
 differences:
   description: Fields that differ from the identity saved before, each with C(name), C(old) and C(new).
   returned: success
   type: list
   elements: dict
+explanation:
+  description:
+    - What the differences mean, null where there are none. C(old) and C(new) namespace, C(reusable), C(changes) with
+      C(change) and C(effect) of each, C(stored) with C(objects), C(bytes) and the command C(remove) of the old
+      namespace, and all of it as C(lines).
+  returned: success
+  type: dict
 """
 
 from ansible.module_utils.basic import AnsibleModule

@@ -9,7 +9,8 @@ from typing import Any, Callable
 import pytest
 import yaml
 from kvpersist.cli.docs import write_docs
-from kvpersist.core.settings import ROLE_VARIABLES, SETTINGS, Setting
+from kvpersist.core.envfile import parse
+from kvpersist.core.settings import ENGINE_ENV, LANGUAGES, ROLE_VARIABLES, SETTINGS, Setting, rendered_in, to_text
 
 ROOT = Path(__file__).parents[2]
 ROLES = ROOT / "roles"
@@ -117,26 +118,49 @@ def test_a_role_s_constants_start_with_its_name(role: str) -> None:
     assert [name for name in names if not name.startswith((f"_{role}_", f"{role}_", "kvp_"))] == []
 
 
-@pytest.mark.parametrize("language", ["", ".ru", ".zh"])
-def test_the_reference_pages_are_what_the_generator_writes(language: str, tmp_path: Path) -> None:
+GENERATED = [
+    name
+    for suffix in ("", ".ru", ".zh")
+    for name in (f"configuration{suffix}.md", f"reuse{suffix}.md", f"{ENGINE_ENV}.example{suffix}")
+]
+
+
+@pytest.mark.parametrize("name", GENERATED)
+def test_the_generated_files_are_what_the_generator_writes(name: str, tmp_path: Path) -> None:
     write_docs(str(tmp_path))
-    name = f"configuration{language}.md"
     page = ROOT / "docs" / name
     assert page.is_file(), f"{page} is missing; run make docs"
     assert page.read_text("utf-8") == (tmp_path / name).read_text("utf-8"), "run make docs"
 
 
-def test_the_generator_writes_every_page_and_nothing_else(tmp_path: Path) -> None:
-    written = write_docs(str(tmp_path))
-    assert sorted(Path(path).name for path in written) == sorted(path.name for path in tmp_path.iterdir())
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "configuration.md",
-        "configuration.ru.md",
-        "configuration.zh.md",
+def test_the_generator_writes_every_file_and_nothing_else(tmp_path: Path) -> None:
+    assert [Path(path).name for path in write_docs(str(tmp_path))] == GENERATED
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(GENERATED)
+    committed = [
+        path.name for kind in ("configuration*", "reuse*", "*.example*") for path in (ROOT / "docs").glob(kind)
     ]
-    assert sorted(path.name for path in (ROOT / "docs").glob("configuration*.md")) == sorted(
-        path.name for path in tmp_path.iterdir()
-    )
+    assert sorted(committed) == sorted(GENERATED)
+
+
+def example(language: str) -> str:
+    suffix = "" if language == "en" else f".{language}"
+    return (ROOT / "docs" / f"{ENGINE_ENV}.example{suffix}").read_text("utf-8")
+
+
+def test_the_examples_have_every_variable_with_its_default_in_the_order_of_the_declaration() -> None:
+    values = {name: to_text(setting.default) for setting, name in rendered_in(ENGINE_ENV)}
+    assert list(parse(example("en"), "example").items()) == list(values.items())
+
+
+@pytest.mark.parametrize("language", LANGUAGES)
+def test_the_examples_differ_in_their_comments_only(language: str) -> None:
+    def kinds(text: str) -> list[str]:
+        return ["#" if line.startswith("#") else line for line in text.splitlines()]
+
+    assert kinds(example(language)) == kinds(example("en"))
+    comments = [line for line in example(language).splitlines() if line.startswith("#")]
+    for setting, _ in rendered_in(ENGINE_ENV):
+        assert f"# {setting.meaning.text(language)}" in comments
 
 
 Change = Callable[[dict[str, Any], dict[str, Any]], object]

@@ -35,9 +35,9 @@ class Demo:
         argv = [str(self.home / "controller/bin/ansible-playbook"), playbook, "-l", "demo", *arguments]
         return subprocess.run(argv, cwd=PROJECT, env=self._environment(), capture_output=True, text=True, check=False)
 
-    def changes(self, *arguments: str) -> list[str]:
-        """Runs site.yml and returns what it reports as changed, as ``task`` or ``task: item``."""
-        argv = [str(self.home / "controller/bin/ansible-playbook"), "site.yml", "-l", "demo", *arguments]
+    def changes(self, *arguments: str, playbook: str = "site.yml") -> list[str]:
+        """Runs a playbook and returns what it reports as changed, as ``task`` or ``task: item``."""
+        argv = [str(self.home / "controller/bin/ansible-playbook"), playbook, "-l", "demo", *arguments]
         environment = {**self._environment(), "ANSIBLE_STDOUT_CALLBACK": "ansible.posix.json"}
         run = subprocess.run(argv, cwd=PROJECT, env=environment, capture_output=True, text=True, check=False)
         assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-2000:]

@@ -90,7 +90,8 @@ def test_json_of_preflight_has_the_keys_of_its_module(saved: Deployed) -> None:
 
 def test_json_of_identity_has_the_keys_of_its_module_but_for_differences_from_an_earlier_one(saved: Deployed) -> None:
     content = as_json(run(saved, "identity", "--json"), 0)
-    assert set(content) == returned_keys("kvp_identity") - {"differences"}
+    assert set(content) == returned_keys("kvp_identity") - {"differences", "explanation"}
+    assert set(content["sources"]) == set(content["identity"])
     assert content["model_path"] == f"{saved.root}/models/tiny/{content['namespace']}"
     assert content["identity"]["kv_cache_dtype"] == "bfloat16"
 
@@ -146,6 +147,48 @@ def test_the_last_recovery_that_ended_in_an_error_is_shown(saved: Deployed) -> N
     human = run(saved, "recover", "--last")
     assert human.returncode == 5
     assert "INCONCLUSIVE: the engine did not come back" in human.stdout
+
+
+# identity explain and history
+
+
+def test_what_changed_is_explained_with_both_values_and_the_way_back(saved: Deployed) -> None:
+    first = saved.save_identity().namespace
+    saved.settings.update(vllm_engine_kv_cache_dtype="fp8")
+    second = saved.save_identity().namespace
+    result = run(saved, "identity", "explain", first, "current")
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout.splitlines()[0] == f"{first} -> {second}: KV stored so far is not reused."
+    assert "kv_cache_dtype: 'bfloat16' -> 'fp8'. " in result.stdout
+    content = as_json(
+        kvpersist("identity", "--json", "--config-dir", str(saved.config_dir), "explain", first, second), 0
+    )
+    assert content["lines"] == result.stdout.splitlines()
+    assert as_json(run(saved, "identity", "explain", first, second, "--json"), 0) == content
+    assert [change["name"] for change in content["changes"]] == ["kv_cache_dtype"]
+    assert (content["reusable"], content["stored"]["objects"]) == (False, 0)
+
+
+def test_an_unknown_identity_is_one_line(saved: Deployed) -> None:
+    assert "no deployment of this host had it" in one_error(run(saved, "identity", "explain", "kvp-1", "current"), 2)
+    assert "no engine that can be seen listens" in one_error(run(saved, "identity", "explain", "current", "running"), 5)
+
+
+def test_the_history_is_a_table_and_json_with_files_and_times(saved: Deployed) -> None:
+    first = saved.save_identity().namespace
+    saved.settings["vllm_engine_max_model_len"] = 1024
+    second = saved.save_identity().namespace
+    damaged = saved.root / "state" / "identities" / f"kvp-{'0' * 32}.json"
+    damaged.write_text("{", encoding="utf-8")
+    result = run(saved, "identity", "history")
+    assert result.returncode == 0
+    assert result.stderr == f"WARNING: {damaged} holds no identity of this host. Remove it.\n"
+    lines = [line for line in result.stdout.splitlines() if "kvp-" in line]
+    assert [first in lines[1], second in lines[0], "current" in lines[0], "current" in lines[1]] == [True] * 3 + [False]
+    damaged.unlink()
+    content = as_json(run(saved, "identity", "history", "--json"), 0)
+    assert [(each["namespace"], each["current"]) for each in content["identities"]] == [(second, True), (first, False)]
+    assert "MAX_MODEL_LEN=512" in content["identities"][1]["files"]["tp4.env"]
 
 
 # Exit codes and errors
@@ -247,7 +290,11 @@ def test_tables_for_people_hold_every_field(saved: Deployed) -> None:
 def test_written_docs_equal_the_committed_ones(tmp_path: Path) -> None:
     result = kvpersist("config", "--write-docs", str(tmp_path / "docs"))
     assert (result.returncode, result.stderr) == (0, "")
-    names = ["configuration.md", "configuration.ru.md", "configuration.zh.md"]
+    names = [
+        name
+        for suffix in ("", ".ru", ".zh")
+        for name in (f"configuration{suffix}.md", f"reuse{suffix}.md", f"tp4.env.example{suffix}")
+    ]
     assert result.stdout.splitlines() == [str(tmp_path / "docs" / name) for name in names]
     for name in names:
         committed = (PROJECT / "docs" / name).read_text(encoding="utf-8")

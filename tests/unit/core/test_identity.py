@@ -6,6 +6,8 @@ import dataclasses
 import hashlib
 import json
 import os
+import random
+import re
 import shutil
 import subprocess
 import sys
@@ -17,17 +19,22 @@ import kvpersist
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from kvpersist.core import layout
 from kvpersist.core.envfile import parse
 from kvpersist.core.errors import EXIT_USAGE, UsageError
 from kvpersist.core.identity import (
     FIELDS,
     KV_CACHE_DTYPES,
     NAMESPACE_PATTERN,
+    SOURCES,
     Identity,
     differences,
+    field_sources,
     identity_from_env,
+    kv_cache_scales,
     model_path,
     resolve_kv_cache_dtype,
+    sources_from_env,
 )
 from kvpersist.core.l2_backends import BACKENDS
 
@@ -35,7 +42,8 @@ Make = Callable[..., Identity]
 
 # Written out, not computed: whoever changes one of these throws away the KV of every deployment there is.
 GOLDEN_JSON = (
-    '{"block_size":16,'
+    '{"attention_backend":"none",'
+    '"block_size":16,'
     '"chat_template_sha256":"4444444444444444444444444444444444444444444444444444444444444444",'
     '"chunk_size":256,'
     '"codec":"none",'
@@ -46,7 +54,9 @@ GOLDEN_JSON = (
     '"engine_build":"vllm 0.32.0",'
     '"engine_flags":"none",'
     '"hash_algorithm":"blake3",'
+    '"hf_overrides":"none",'
     '"kv_cache_dtype":"bfloat16",'
+    '"kv_cache_scales":"none",'
     '"kv_geometry":"32*full(heads=8,k=128,v=128)",'
     '"l2_format":"raw",'
     '"lmcache_version":"0.5.6",'
@@ -60,15 +70,17 @@ GOLDEN_JSON = (
     '"quantization":"none",'
     r'"rope":"{\"rope_theta\":500000.0}",'
     '"schema":1,'
+    '"speculative_config":"none",'
     '"tensor_parallel_size":4,'
     '"tokenizer_name":"org/tokenizer",'
     '"tokenizer_revision":"2222222222222222222222222222222222222222",'
     '"tokenizer_sha256":"3333333333333333333333333333333333333333333333333333333333333333",'
     '"weights_sha256":"1111111111111111111111111111111111111111111111111111111111111111"}'
 )
-GOLDEN_NAMESPACE = "kvp-fd6715a1f2fe2dc0a7aa7da1dcbeee94"
+GOLDEN_NAMESPACE = "kvp-ea111ab95c3da0ddf262538869f31170"
 GOLDEN_JSON_TP1 = (
-    '{"block_size":32,'
+    '{"attention_backend":"none",'
+    '"block_size":32,'
     '"chat_template_sha256":"4444444444444444444444444444444444444444444444444444444444444444",'
     '"chunk_size":256,'
     '"codec":"none",'
@@ -79,7 +91,9 @@ GOLDEN_JSON_TP1 = (
     '"engine_build":"vllm 0.32.0",'
     '"engine_flags":"none",'
     '"hash_algorithm":"blake3",'
+    '"hf_overrides":"none",'
     '"kv_cache_dtype":"bfloat16",'
+    '"kv_cache_scales":"none",'
     '"kv_geometry":"32*full(heads=8,k=128,v=128)",'
     '"l2_format":"raw",'
     '"lmcache_version":"0.5.6",'
@@ -93,13 +107,14 @@ GOLDEN_JSON_TP1 = (
     '"quantization":"none",'
     r'"rope":"{\"rope_theta\":500000.0}",'
     '"schema":1,'
+    '"speculative_config":"none",'
     '"tensor_parallel_size":1,'
     '"tokenizer_name":"org/tokenizer",'
     '"tokenizer_revision":"2222222222222222222222222222222222222222",'
     '"tokenizer_sha256":"3333333333333333333333333333333333333333333333333333333333333333",'
     '"weights_sha256":"1111111111111111111111111111111111111111111111111111111111111111"}'
 )
-GOLDEN_NAMESPACE_TP1 = "kvp-393fd19706e25410b8e1bdbb1e7d88b2"
+GOLDEN_NAMESPACE_TP1 = "kvp-129049f317c48a8a544a443194dcc608"
 TP1 = {"tensor_parallel_size": 1, "block_size": 32, "enforce_eager": True, "device": "cpu", "model_id": "HF/Smol"}
 
 
@@ -135,6 +150,9 @@ def test_the_golden_namespace_is_the_digest_of_the_golden_json(text: str, namesp
     assert NAMESPACE_PATTERN.match(namespace)
 
 
+SOURCES_NOW = dict.fromkeys(FIELDS, "given")
+
+
 @pytest.mark.parametrize("name", FIELDS)
 def test_every_field_changes_the_namespace(name: str, identity: Make) -> None:
     base = identity()
@@ -153,35 +171,77 @@ def runs(python: str) -> bool:
     return subprocess.run([python, "-c", ""], capture_output=True, check=False, timeout=20).returncode == 0
 
 
+# Every Python that a host may have and this machine has: on the PATH, or kept by pyenv.
+MINORS = range(9, 15)
 PYTHONS = sorted(
     {
         sys.executable,
-        *(
-            path
-            for path in (shutil.which(f"python3.{minor}") for minor in range(9, 15))
-            if path is not None and runs(path)
-        ),
+        *(path for path in (shutil.which(f"python3.{minor}") for minor in MINORS) if path is not None and runs(path)),
+        *(str(path) for minor in MINORS for path in Path.home().glob(f".pyenv/versions/3.{minor}.*/bin/python")),
     }
 )
 
 
-@pytest.mark.parametrize("seed", ["1", "2"])
+def hard_identities() -> list[dict[str, Any]]:
+    """Fields whose canonical form could depend on the Python, the locale or the order: escapes, planes, sizes."""
+    texts = [
+        "\u00e4",
+        "a\u0308",
+        "\U0001f600",
+        '"\\',
+        "\u2028",
+        "\x7f",
+        "true",
+        "1.0",
+        "1e5",
+        " ",
+        "\u0435",
+        "\uffff",
+        "/",
+    ]
+    numbers = [1, 2**31, 2**53 + 1, 10**12 - 1]
+    made = []
+    for number, text in enumerate(texts):
+        values = identity_from_env(GOLDEN_ENV, "f").as_dict()
+        for name, field in FIELDS.items():
+            if field.kind == "text":
+                values[name] = text
+            elif field.kind == "int":
+                values[name] = numbers[number % len(numbers)]
+            elif field.kind == "bool":
+                values[name] = bool(number % 2)
+        made.append(dict(reversed(values.items())) if number % 2 else values)
+    return made
+
+
+@pytest.mark.parametrize(("seed", "locale"), [("1", "C"), ("2", "C.UTF-8")])
 @pytest.mark.parametrize("python", PYTHONS)
-def test_neither_python_nor_its_hash_seed_matters(python: str, seed: str, identity: Make) -> None:
+def test_neither_python_nor_its_hash_seed_nor_the_locale_matters(python: str, seed: str, locale: str) -> None:
     program = (
         "import json,sys; from kvpersist.core.identity import Identity; "
-        "sys.stdout.write(Identity(**json.load(sys.stdin)).namespace())"
+        "made = [Identity(**fields) for fields in json.load(sys.stdin)]; "
+        "json.dump([[one.canonical_json(), one.namespace()] for one in made], sys.stdout)"
     )
+    fields = [identity_from_env(GOLDEN_ENV, "f").as_dict(), *hard_identities()]
     run = subprocess.run(
         [python, "-B", "-c", program],
-        input=json.dumps(identity().as_dict()),
-        env={"PYTHONPATH": str(Path(kvpersist.__file__).parents[1]), "PYTHONHASHSEED": seed, "PATH": os.defpath},
+        input=json.dumps(fields),
+        env={
+            "PYTHONPATH": str(Path(kvpersist.__file__).parents[1]),
+            "PYTHONHASHSEED": seed,
+            "LC_ALL": locale,
+            "PYTHONCOERCECLOCALE": "0",
+            "PYTHONUTF8": "0",
+            "PATH": os.defpath,
+        },
         capture_output=True,
         check=True,
         text=True,
         timeout=20,
     )
-    assert run.stdout == GOLDEN_NAMESPACE
+    made = json.loads(run.stdout)
+    assert made[0] == [GOLDEN_JSON, GOLDEN_NAMESPACE]
+    assert made == [[one.canonical_json(), one.namespace()] for one in (Identity(**each) for each in fields)]
 
 
 TEXT = st.text(
@@ -204,7 +264,7 @@ ALIKE = st.sampled_from(["1", "true", "a", "a,b", 'a","b', "a\\", "null", "\u00e
 
 @given(IDENTITIES)
 def test_the_file_is_read_back_to_the_same_identity(one: Identity) -> None:
-    again = identity_from_env(one.render(), "identity.env.local")
+    again = identity_from_env(one.render(SOURCES_NOW), "identity.env.local")
     assert again == one
     assert again.canonical_json() == one.canonical_json()
 
@@ -219,6 +279,41 @@ def test_the_canonical_form_tells_every_field_with_its_type(one: Identity) -> No
     }
     assert one.canonical_json().isascii()
     assert NAMESPACE_PATTERN.match(one.namespace())
+
+
+@given(IDENTITIES, st.randoms(use_true_random=False))
+def test_the_canonical_form_does_not_depend_on_the_order_of_the_fields(one: Identity, draw: random.Random) -> None:
+    shuffled = list(one.as_dict().items())
+    draw.shuffle(shuffled)
+    assert Identity(**dict(shuffled)).canonical_json() == one.canonical_json()
+
+
+@given(IDENTITIES, IDENTITIES)
+def test_two_identities_share_a_canonical_form_only_when_they_are_equal(one: Identity, other: Identity) -> None:
+    assert (one.canonical_json() == other.canonical_json()) == (one == other)
+    assert (one.namespace() == other.namespace()) == (one == other)
+
+
+@given(IDENTITIES, st.sampled_from(sorted(FIELDS)), st.data())
+def test_one_changed_field_of_any_identity_changes_form_and_namespace(
+    one: Identity, name: str, data: st.DataObject
+) -> None:
+    value = data.draw(KINDS[FIELDS[name].kind].filter(lambda value: value != getattr(one, name)))
+    other = dataclasses.replace(one, **{name: value})
+    assert other.canonical_json() != one.canonical_json()
+    assert other.namespace() != one.namespace()
+    assert [each[0] for each in differences(one, other)] == [name]
+
+
+@given(IDENTITIES, st.sampled_from(sorted(BACKENDS)))
+def test_every_namespace_fits_what_the_adapters_make_of_it(one: Identity, backend: str) -> None:
+    namespace = one.namespace()
+    assert re.fullmatch(r"kvp-[0-9a-f]{32}", namespace)
+    assert not any(separator in namespace for separator in ("@", "--", "-SEP-", "/", "_"))
+    path = model_path("/models", "mimo-pro", namespace, BACKENDS[backend].longest_model_path)
+    assert layout.scope(path) == layout.folder(layout.scope(path)) == namespace
+    # nixl leaves the least room for the model path, about 135 characters (lmcache 0.5.6).
+    assert len(path.replace("/", "-SEP-")) <= 135
 
 
 TEXT_FIELDS = [name for name, field in FIELDS.items() if field.kind == "text"]
@@ -248,7 +343,8 @@ def test_two_different_sets_of_fields_never_share_a_canonical_form(one: dict[str
         ("model_id", "", "KVP_MODEL_ID is empty"),
         ("model_id", 5, "KVP_MODEL_ID is empty"),
         ("model_id", "a\nb", "KVP_MODEL_ID has a control character"),
-        ("rope", "x" * 4097, "KVP_ROPE has a control character or more than 4096 characters"),
+        ("model_id", "\ud83d", "KVP_MODEL_ID has a control character, a lone surrogate"),
+        ("rope", "x" * 4097, "KVP_ROPE has a control character, a lone surrogate or more than 4096 characters"),
         ("kv_cache_dtype", "auto", "KVP_KV_CACHE_DTYPE must be one of float16, bfloat16"),
         ("kv_cache_dtype", "fp16", "KVP_KV_CACHE_DTYPE must be one of float16, bfloat16"),
         ("block_size", 0, "KVP_BLOCK_SIZE must be a positive whole number, not 0"),
@@ -271,16 +367,59 @@ def test_all_wrong_fields_are_named_at_once(identity: Make) -> None:
 
 
 def test_the_file_names_every_field_with_its_meaning(identity: Make) -> None:
-    text = identity().render()
-    assert list(parse(text, "f")) == [field.env_name for field in FIELDS.values()]
+    text = identity().render(SOURCES_NOW)
+    assert list(parse(text, "f")) == [*(field.env_name for field in FIELDS.values()), "KVP_IDENTITY_SOURCES"]
     for field in FIELDS.values():
         assert f"\n# {field.meaning}\n{field.env_name}=" in text
     assert len({field.env_name for field in FIELDS.values()}) == len(FIELDS)
 
 
+def test_how_each_field_is_known_is_recorded_and_no_part_of_the_namespace(identity: Make) -> None:
+    sources = {name: list(SOURCES)[number % len(SOURCES)] for number, name in enumerate(FIELDS)}
+    text = identity().render(sources)
+    assert sources_from_env(text, "f") == sources
+    assert identity_from_env(text, "f").namespace() == identity().namespace() == GOLDEN_NAMESPACE
+    assert sources_from_env(GOLDEN_ENV, "f") == {}
+    assert sources_from_env("KVP_IDENTITY_SOURCES='rope=guessed other=given codec=given codec'\n", "f") == {
+        "codec": "given"
+    }
+
+
+@pytest.mark.parametrize(
+    ("mode", "settings", "expected"),
+    [
+        ("host", {}, {"model_revision": "derived", "kv_cache_dtype": "derived", "engine_build": "engine"}),
+        ("host", {"kvp_model_revision": "a" * 40}, {"model_revision": "given", "tokenizer_revision": "given"}),
+        ("host", {"vllm_engine_kv_cache_dtype": "fp8"}, {"kv_cache_dtype": "given", "lmcache_version": "engine"}),
+        ("docker", {}, {"engine_build": "image", "lmcache_version": "image", "connector": "fixed"}),
+    ],
+)
+def test_the_settings_decide_how_a_field_is_known(
+    deploy: Any, mode: str, settings: dict[str, Any], expected: dict[str, str]
+) -> None:
+    sources = field_sources(deploy(mode, **settings).engine)
+    assert list(sources) == list(FIELDS)
+    assert set(sources.values()) <= set(SOURCES)
+    assert {name: sources[name] for name in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("quantization", "text"),
+    [
+        (None, "none"),
+        ({}, "none"),
+        ({"quant_method": "awq", "kv_cache_scheme": None}, "none"),
+        ({"kv_cache_quant_algo": "FP8", "group_size": 16}, '{"kv_cache_quant_algo":"FP8"}'),
+        ({"kv_cache_scheme": {"type": "float", "num_bits": 8}}, '{"kv_cache_scheme":{"num_bits":8,"type":"float"}}'),
+    ],
+)
+def test_kv_quantization_of_config_json_is_told(quantization: dict[str, Any] | None, text: str) -> None:
+    assert kv_cache_scales(quantization) == text
+
+
 @pytest.mark.parametrize("env_name", [field.env_name for field in FIELDS.values()])
 def test_a_missing_or_empty_field_of_the_file_is_named(env_name: str, identity: Make) -> None:
-    lines = identity().render().splitlines()
+    lines = identity().render(SOURCES_NOW).splitlines()
     message = (
         f"reading /etc/kvp/identity.env.local: {env_name} is missing or empty. Run the playbook with --tags identity"
     )
@@ -445,11 +584,17 @@ KVP_MODEL_DTYPE=bfloat16
 # KV dtype as vLLM spells it, resolved.
 KVP_KV_CACHE_DTYPE=bfloat16
 
+# KV quantization that config.json names, or none; its scales are part of the weights.
+KVP_KV_CACHE_SCALES=none
+
 # KV heads and dimensions of every layer.
 KVP_KV_GEOMETRY='32*full(heads=8,k=128,v=128)'
 
 # Position-encoding fields of config.json.
 KVP_ROPE='{"rope_theta":500000.0}'
+
+# Engine arguments that override config.json, RoPE among them, or none.
+KVP_HF_OVERRIDES=none
 
 # Quantization of config.json, or none.
 KVP_QUANTIZATION=none
@@ -471,6 +616,12 @@ KVP_PIPELINE_PARALLEL_SIZE=1
 
 # Decode context parallel size.
 KVP_DECODE_CONTEXT_PARALLEL_SIZE=1
+
+# Attention backend where the engine arguments pin one, or none.
+KVP_ATTENTION_BACKEND=none
+
+# Speculative decoding (MTP among it) of the engine arguments, or none.
+KVP_SPECULATIVE_CONFIG=none
 
 # Whether the engine runs without compiled graphs.
 KVP_ENFORCE_EAGER=0

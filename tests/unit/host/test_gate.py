@@ -170,7 +170,7 @@ def test_an_engine_started_otherwise_is_a_mismatch(
 
 def test_an_engine_option_that_may_change_kv_is_a_mismatch(running: Running) -> None:
     running.restart_engine([*running.argv, "--hf-overrides", "{}"])
-    assert differences(running.gate()) == {"engine_flags": ("none", '{"--hf-overrides":["{}"]}')}
+    assert differences(running.gate()) == {"hf_overrides": ("none", '{"--hf-overrides":["{}"]}')}
 
 
 def test_a_harmless_engine_option_and_another_spelling_stay_verified(running: Running) -> None:
@@ -229,6 +229,7 @@ def test_a_missing_config_json_is_inconclusive_naming_the_file(running: Running)
         "model_revision",
         "model_config_sha256",
         "model_dtype",
+        "kv_cache_scales",
         "kv_geometry",
         "rope",
         "quantization",

@@ -17,15 +17,7 @@ from kvp_kit import PROJECT, SOURCES, Deployed, Spawn, start_stub_cache, start_s
 from kvpersist.host.hashing import HashCache
 
 FILES = ("cache.env.local", "lmcache-server.env", "tp4.env")
-MODULES = (
-    "kvp_env_file",
-    "kvp_gate",
-    "kvp_identity",
-    "kvp_l2_file",
-    "kvp_preflight_info",
-    "kvp_recovery",
-    "kvp_service",
-)
+MODULES = tuple(sorted(path.stem for path in (PROJECT / "library").glob("kvp_*.py")))
 
 # First, since the environment may hold a link to another checkout.
 ansible.module_utils.__path__.insert(0, str(SOURCES))
@@ -116,7 +108,12 @@ def predicted(run: Any, root: Path, name: str, **arguments: Any) -> Ran:
 @pytest.mark.parametrize("name", MODULES)
 @pytest.mark.parametrize("check", [True, False])
 def test_every_wrong_setting_is_named_in_one_line(run: Any, deployed: Deployed, name: str, check: bool) -> None:
-    arguments: dict[str, Any] = {"kvp_env_file": {"file": "tp4.env"}, "kvp_service": {"service": "cache"}}.get(name, {})
+    needed = {
+        "kvp_env_file": {"file": "tp4.env"},
+        "kvp_rollback_info": {"namespace": "kvp-1"},
+        "kvp_service": {"service": "cache"},
+    }
+    arguments: dict[str, Any] = needed.get(name, {})
     deployed.settings.update(kvp_cache_port="many", kvp_unknown=1, kvp_model_dir="relative", kvp_device="tpu")
     before = snapshot(deployed.root)
     message = fails(run(name, check, settings=deployed.settings, **arguments), 2)
@@ -269,6 +266,46 @@ def test_a_state_folder_that_is_a_file_does_not_stop_the_identity(run: Any, depl
     Path(deployed.settings["kvp_state_dir"]).write_text("a file", encoding="utf-8")
     assert not run("kvp_identity", settings=deployed.settings).failed
     assert Path(deployed.settings["kvp_state_dir"]).read_text(encoding="utf-8") == "a file"
+
+
+def test_a_changed_namespace_is_explained(run: Any, deployed: Deployed) -> None:
+    first = run("kvp_identity", settings=deployed.settings)
+    assert first["explanation"] is None
+    assert first["sources"]["engine_build"] == "engine"
+    deployed.settings["vllm_engine_max_model_len"] = 1024
+    second = predicted(run, deployed.root, "kvp_identity", settings=deployed.settings)
+    explanation = second["explanation"]
+    assert (explanation["old"], explanation["new"]) == (first["namespace"], second["namespace"])
+    assert explanation["lines"][1].startswith("max_model_len: 512 -> 1024. ")
+    assert run("kvp_identity", settings=deployed.settings)["explanation"] is None
+
+
+# kvp_rollback_info
+
+
+@pytest.mark.parametrize("check", [True, False])
+def test_an_earlier_deployment_is_returned_with_what_differs(run: Any, deployed: Deployed, check: bool) -> None:
+    for name in FILES:
+        run("kvp_env_file", settings=deployed.settings, file=name)
+    first = run("kvp_identity", settings=deployed.settings)["namespace"]
+    deployed.settings["vllm_engine_max_model_len"] = 1024
+    run("kvp_identity", settings=deployed.settings)
+    before = snapshot(deployed.root)
+    ran = run("kvp_rollback_info", check, settings=deployed.settings, namespace=first)
+    assert (ran.failed, ran["changed"], ran["namespace"]) == (False, False, first)
+    assert ran["values"]["vllm_engine_max_model_len"] == 512
+    assert ran["differences"] == [{"name": "vllm_engine_max_model_len", "now": 1024, "then": 512}]
+    assert snapshot(deployed.root) == before
+
+
+def test_a_rollback_to_an_unknown_namespace_or_without_the_model_is_one_line(run: Any, deployed: Deployed) -> None:
+    deployed.render()
+    namespace = run("kvp_identity", settings=deployed.settings)["namespace"]
+    message = fails(run("kvp_rollback_info", settings=deployed.settings, namespace="kvp-1"), 2)
+    assert f"no deployment of this host had it (known: {namespace})" in message
+    deployed.model.rename(deployed.root / "away")
+    message = fails(run("kvp_rollback_info", settings=deployed.settings, namespace=namespace), 2)
+    assert f"reading the model folder {deployed.model}: it is not a folder" in message
 
 
 # kvp_gate

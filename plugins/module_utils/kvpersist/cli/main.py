@@ -8,6 +8,7 @@ import os
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any, Callable, NoReturn
 
 from rich.console import Console
@@ -17,12 +18,14 @@ from .. import __version__
 from ..core.commands import served_path
 from ..core.deployment import Deployment
 from ..core.errors import EXIT_ERROR, EXIT_OK, EXIT_PREFLIGHT, KvpError
+from ..core.identity import SOURCES
 from ..core.recovery import SCENARIOS, exit_code, summary_rows
 from ..core.settings import to_text
-from ..host.deployment import load_deployment, load_identity, load_values
+from ..host.deployment import load_deployment, load_identity, load_sources, load_values
 from ..host.gate import run_gate
 from ..host.hashing import HashCache
-from ..host.identity import HASH_CACHE, namespace_of, verified_identity
+from ..host.history import entries, named, stored_under
+from ..host.identity import HASH_CACHE, explained, namespace_of, verified_identity
 from ..host.launch import launch_cache, launch_engine
 from ..host.model_folder import hash_model
 from ..host.preflight import preflight_problems, preflight_warnings
@@ -63,14 +66,8 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 
 
 def _parser() -> argparse.ArgumentParser:
-    common = argparse.ArgumentParser(add_help=False)
-    common.add_argument(
-        "--config-dir",
-        default=os.environ.get("KVP_CONFIG_DIR", "/etc/kvpersist"),
-        help="folder of the rendered environment files (default: $KVP_CONFIG_DIR, else /etc/kvpersist)",
-    )
-    common.add_argument("--json", action="store_true", help="print JSON with the keys of the Ansible modules")
-    common.add_argument("--debug", action="store_true", help="print the traceback of an error too")
+    common = _common_options(os.environ.get("KVP_CONFIG_DIR", "/etc/kvpersist"))
+    again = _common_options(argparse.SUPPRESS)  # an action keeps what stands before its name
     parser = argparse.ArgumentParser(prog="kvpersist", description="A KV cache for vLLM that survives restarts.")
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -86,7 +83,15 @@ def _parser() -> argparse.ArgumentParser:
         "--variant", choices=("persist", "uva"), help="engine variant (default: ENGINE_VARIANT of tp4.env)"
     )
     add("model-name", _model_name, "Print the namespace, verified against the model and the settings.")
-    add("identity", _identity, "Print the identity of this deployment.")
+    identity = add("identity", _identity, "Print the identity of this deployment.")
+    actions = identity.add_subparsers(metavar="ACTION")
+    explain = actions.add_parser("explain", parents=[again], help="say what differs between two identities")
+    explain.set_defaults(command=_explain)
+    named_as = "current, running, a namespace of this host's history, or an identity file"
+    explain.add_argument("old", metavar="A", help=f"{named_as}; what is stored under it is counted")
+    explain.add_argument("new", metavar="B", help=named_as)
+    history = actions.add_parser("history", parents=[again], help="list the identities that this host has had")
+    history.set_defaults(command=_history)
     hashed = add("hash", _hash, "Hash the model's files, check them against their download, remember the digests.")
     hashed.add_argument("--distrust", action="store_true", help="read every byte again, whatever is remembered")
     add("preflight", _preflight, "Check whether this host can run the deployment.")
@@ -106,6 +111,21 @@ def _parser() -> argparse.ArgumentParser:
     config = add("config", _config, "Print the settings in effect.")
     config.add_argument("--write-docs", metavar="FOLDER", help="write the reference tables there instead")
     return parser
+
+
+def _common_options(config_dir: str) -> argparse.ArgumentParser:
+    common = argparse.ArgumentParser(add_help=False, argument_default=argparse.SUPPRESS)
+    common.add_argument(
+        "--config-dir",
+        default=config_dir,
+        help="folder of the rendered environment files (default: $KVP_CONFIG_DIR, else /etc/kvpersist)",
+    )
+    given = argparse.SUPPRESS if config_dir == argparse.SUPPRESS else False
+    common.add_argument(
+        "--json", action="store_true", default=given, help="print JSON with the keys of the Ansible modules"
+    )
+    common.add_argument("--debug", action="store_true", default=given, help="print the traceback of an error too")
+    return common
 
 
 def _launch(arguments: argparse.Namespace) -> int:
@@ -132,8 +152,13 @@ def _identity(arguments: argparse.Namespace) -> int:
     identity = load_identity(deployment.config_dir)
     namespace = namespace_of(deployment, identity)
     path = served_path(deployment.engine, namespace)
-    content = {"namespace": namespace, "model_path": path, "identity": identity.as_dict()}
-    rows = [("namespace", namespace), ("model_path", path), *identity.as_dict().items()]
+    sources = load_sources(deployment.config_dir)
+    content = {"namespace": namespace, "model_path": path, "identity": identity.as_dict(), "sources": sources}
+    rows = [("namespace", namespace, ""), ("model_path", path, "")]
+    rows += [
+        (name, str(value), SOURCES.get(sources.get(name, ""), "not recorded"))
+        for name, value in identity.as_dict().items()
+    ]
     _print(arguments, content, lambda: _table(rows))
     return EXIT_OK
 
@@ -144,6 +169,32 @@ def _hash(arguments: argparse.Namespace) -> int:
     with hashing_progress(_ERR) as progress:
         digests = hash_model(deployment.engine.model_dir, cache, progress)
     _print(arguments, digests, lambda: _table(list(digests.items())))
+    return EXIT_OK
+
+
+def _explain(arguments: argparse.Namespace) -> int:
+    deployment = _deployment(arguments)
+    old, new = named(deployment, arguments.old), named(deployment, arguments.new)
+    explanation = explained(deployment, old, new)
+    _print(arguments, explanation.as_dict(), lambda: [print(line) for line in explanation.lines()])
+    return EXIT_OK
+
+
+def _history(arguments: argparse.Namespace) -> int:
+    deployment = _deployment(arguments)
+    known, damaged = entries(deployment.state_dir)
+    for path in damaged:
+        print(f"WARNING: {path} holds no identity of this host. Remove it.", file=sys.stderr)
+    current = load_identity(deployment.config_dir).namespace()
+    rows = [("namespace", "deployed", "model", "on disk", "")]
+    content = []
+    for entry in known:
+        stored = stored_under(deployment.cache.root, entry.model_path)
+        size = f"{stored.bytes / 1e9:.3f} GB in {stored.objects} objects" if stored else "could not be counted"
+        mark = "current" if entry.namespace == current else ""
+        rows.append((entry.namespace, entry.deployed[:19] + "Z", str(entry.identity.get("model_id")), size, mark))
+        content.append({**asdict(entry), "current": bool(mark), "stored": asdict(stored) if stored else None})
+    _print(arguments, {"identities": content, "damaged": damaged}, lambda: _table(rows))
     return EXIT_OK
 
 
@@ -212,12 +263,13 @@ def _recovery_table(result: Mapping[str, Any]) -> None:
     print(f"Evidence: {result['folder']}")
 
 
-def _table(rows: Sequence[tuple[str, Any]]) -> None:
+def _table(rows: Sequence[Sequence[Any]]) -> None:
     table = Table(show_header=False)
     table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
-    for name, value in rows:
-        table.add_row(name, str(value))
+    for _ in rows[0][1:]:
+        table.add_column(overflow="fold")
+    for row in rows:
+        table.add_row(*map(str, row))
     _OUT.print(table)
 
 

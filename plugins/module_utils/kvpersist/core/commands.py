@@ -15,6 +15,7 @@ from .settings import to_text
 CONNECTOR = "LMCacheMPConnector"
 CONNECTOR_MODULE = "lmcache.integration.vllm.lmcache_mp_connector"
 HASH_ALGORITHM = "blake3"
+SEPARATE_OBJECT_GROUPS = False
 CACHE_CONTAINER = "kvp-lmcache-server"
 ENGINE_MODULE = "vllm.entrypoints.openai.api_server"
 CACHE_MODULE = "lmcache.cli.main"
@@ -52,6 +53,7 @@ def cache_arguments(cache: CacheServer) -> list[str]:
         *("--http-port", str(cache.http_port)),
         *("--chunk-size", str(cache.chunk_size)),
         *("--hash-algorithm", HASH_ALGORITHM),
+        *(("--separate-object-groups",) if SEPARATE_OBJECT_GROUPS else ()),
         # A CPU engine moves KV itself ("engine driven"), which the server's default mode refuses without saying so.
         *("--supported-transfer-mode", "auto" if cache.device == "cpu" else "lmcache_driven"),
         *("--l1-size-gb", to_text(cache.l1_size_gb)),

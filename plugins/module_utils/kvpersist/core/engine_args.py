@@ -84,6 +84,21 @@ HARMLESS = frozenset(
     }
 )
 
+# Options with an identity field of their own: field by option.
+_FIELDS_OF_OPTIONS = {
+    "--hf-overrides": "hf_overrides",
+    "--rope-scaling": "hf_overrides",
+    "--rope-theta": "hf_overrides",
+    "--attention-backend": "attention_backend",
+    "--attention-config": "attention_backend",
+    "--speculative-config": "speculative_config",
+    "--spec-method": "speculative_config",
+    "--spec-model": "speculative_config",
+    "--spec-tokens": "speculative_config",
+}
+OPTION_FIELDS = tuple(dict.fromkeys(_FIELDS_OF_OPTIONS.values()))
+_NUMBER_FIELDS = ("--pipeline-parallel-size", "--decode-context-parallel-size")
+
 
 def parse_options(argv: Sequence[str]) -> dict[str, list[str]]:
     """Options of a vLLM command line.
@@ -154,10 +169,26 @@ def positive_option(options: Mapping[str, Sequence[str]], name: str) -> int:
     return int(value)
 
 
+def option_fields(options: Mapping[str, Sequence[str]]) -> dict[str, str]:
+    """Options that may change the KV, as one canonical text for each of :data:`OPTION_FIELDS` and ``engine_flags``.
+
+    ``none`` stands for no such option; ``engine_flags`` has those without a field of their own.
+    """
+    found: dict[str, dict[str, list[str]]] = {field: {} for field in (*OPTION_FIELDS, "engine_flags")}
+    for name, values in options.items():
+        if name not in HARMLESS and name not in OWNED and name not in _NUMBER_FIELDS:
+            # --option.key sets one key of an option's JSON value
+            field = _FIELDS_OF_OPTIONS.get(name.partition(".")[0], "engine_flags")
+            found[field][name] = list(values)
+    return {
+        field: json.dumps(content, sort_keys=True, separators=(",", ":")) if content else "none"
+        for field, content in found.items()
+    }
+
+
 def layout_flags(options: Mapping[str, Sequence[str]]) -> str:
-    """Options that may change the KV, as one canonical text; ``none`` where there is none."""
-    relevant = {name: list(values) for name, values in options.items() if name not in HARMLESS and name not in OWNED}
-    return json.dumps(relevant, sort_keys=True, separators=(",", ":")) if relevant else "none"
+    """The field ``engine_flags``; see :func:`option_fields`."""
+    return option_fields(options)["engine_flags"]
 
 
 def _is_option(word: str) -> bool:

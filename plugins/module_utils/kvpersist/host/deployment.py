@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from ..core.deployment import Deployment, deployment_from_values
 from ..core.engine_args import check_extra_args
 from ..core.errors import InconclusiveError, UsageError
-from ..core.identity import IDENTITY_ENV, Identity, identity_from_env
+from ..core.identity import IDENTITY_ENV, Identity, identity_from_env, sources_from_env
 from ..core.settings import FILES, Value, read_files
 from .files import read_text
 
@@ -60,3 +60,13 @@ def load_identity(config_dir: str) -> Identity:
     if not os.path.exists(path):
         raise InconclusiveError(f"reading {path}", "no such file", "Run the playbook with --tags identity.")
     return identity_from_env(read_text(path), path)
+
+
+def load_sources(config_dir: str) -> dict[str, str]:
+    """How each field of the identity in ``config_dir`` is known, by name; empty where that was not recorded.
+
+    Raises:
+        UsageError: when there is no identity or it is malformed.
+    """
+    path = f"{config_dir}/{IDENTITY_ENV}"
+    return sources_from_env(read_text(path), path)

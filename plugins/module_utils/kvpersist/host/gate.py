@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..core import commands
 from ..core.deployment import Deployment
-from ..core.engine_args import layout_flags, parse_options, positive_option
+from ..core.engine_args import OPTION_FIELDS, layout_flags, option_fields, parse_options, positive_option
 from ..core.errors import KvpError
 from ..core.gate import Unreadable, Verdict, compare
-from ..core.identity import Identity, resolve_kv_cache_dtype
+from ..core.identity import Identity, kv_cache_scales, resolve_kv_cache_dtype
 from ..core.l2_backends import backend_of, codec_of
 from .environments import engine_build, lmcache_version
 from .hashing import HashCache
@@ -86,6 +87,7 @@ def _from_engine(engine: _Running | Unreadable, deployment: Deployment) -> dict[
         "model_revision": _of(served, lambda model: deployment.engine.model_revision or model.model_revision),
         "model_config_sha256": _of(served, lambda model: model.model_config_sha256),
         "model_dtype": _of(served, lambda model: model.model_dtype),
+        "kv_cache_scales": _of(served, lambda model: kv_cache_scales(model.quantization_config)),
         "kv_geometry": _of(served, lambda model: model.kv_geometry),
         "rope": _of(served, lambda model: model.rope),
         "quantization": _of(served, lambda model: model.quantization),
@@ -106,6 +108,8 @@ def _from_engine(engine: _Running | Unreadable, deployment: Deployment) -> dict[
         "engine_build": _of(engine, lambda run: _engine_build(run, deployment)),
         "lmcache_version": _of(engine, lambda run: _lmcache_version(run, deployment)),
     }
+    flags = _of(engine, lambda run: option_fields(run.options))
+    facts.update({name: _of(flags, operator.itemgetter(name)) for name in OPTION_FIELDS})
     facts["tokenizer_revision"] = facts["model_revision"]
     return facts
 
