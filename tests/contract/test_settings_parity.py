@@ -214,7 +214,7 @@ def names_of(tasks: Any) -> set[str]:
     """Variables that a list of tasks registers, sets or passes on, blocks included."""
     found: set[str] = set()
     for task in tasks:
-        facts = task.get("ansible.builtin.set_fact", {})
+        facts = task.get("ansible.builtin.set_fact") or {}
         found |= {task.get("register", ""), *facts, *task.get("vars", {})}
         for part in ("block", "rescue", "always"):
             found |= names_of(task.get(part, []))

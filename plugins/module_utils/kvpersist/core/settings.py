@@ -646,6 +646,7 @@ ROLE_VARIABLES = frozenset(
         "kvp_common_service",
         "kvp_common_service_result",
         "kvp_common_start_timeout",
+        "kvp_rollback_to",
         "kvp_settings",
     }
 )
