@@ -9,11 +9,10 @@ from collections.abc import Iterable
 
 from ..core.deployment import Deployment
 from ..core.errors import KvpError
-from ..core.geometry import geometry_from_config
 from .environments import distribution_version, engine_build, lmcache_version
-from .files import read_json, tree_bytes
+from .files import tree_bytes
 from .identity import check_model_path
-from .model_folder import check_kv_cache_dtype, tokenizer_files, weight_shards
+from .model_folder import check_model
 from .processes import Process, descends_from, listener, port_is_taken
 from .services import CACHE_SERVICE, ENGINE_SERVICE, ServiceManager, resolved_manager
 
@@ -92,11 +91,7 @@ def _model(deployment: Deployment) -> Iterable[str]:
         yield f"The model folder {folder} does not exist. Set kvp_model_dir."
         return
     try:
-        config = read_json(f"{folder}/config.json")
-        geometry_from_config(config, f"{folder}/config.json")
-        check_kv_cache_dtype(config, folder, deployment.engine.kv_cache_dtype)
-        tokenizer_files(folder)
-        weight_shards(folder)
+        yield from check_model(deployment)
     except KvpError as error:
         yield str(error)
 
