@@ -204,6 +204,10 @@ def test_layers_alternate_where_only_the_model_type_says_so(config: Config, full
     assert [number for number, layer in enumerate(layers) if layer.kind == "full"] == full_layers
 
 
+# Of no known type, so that nothing has a default.
+PLAIN = without(LLAMA_3_8B, "model_type")
+
+
 # Models whose layers keep a state that no token owns; taking them for attention would store wrong KV.
 LINEAR = {**QWEN3_30B_A3B, "num_hidden_layers": 4, "layer_types": ["linear_attention"] * 3 + ["full_attention"]}
 
@@ -257,19 +261,19 @@ def test_a_hybrid_family_s_dense_member_is_accepted() -> None:
     [
         ({}, "num_hidden_layers", "it is None, not a positive whole number"),
         ({"text_config": {}}, "num_hidden_layers", "it is None"),
-        (without(LLAMA_3_8B, "num_hidden_layers"), "num_hidden_layers", "it is None"),
-        (without(LLAMA_3_8B, "num_attention_heads"), "num_attention_heads", "it is None"),
-        (without(LLAMA_3_8B, "hidden_size"), "hidden_size", "it is None"),
-        ({**LLAMA_3_8B, "num_hidden_layers": 0}, "num_hidden_layers", "it is 0"),
-        ({**LLAMA_3_8B, "num_hidden_layers": "32"}, "num_hidden_layers", "it is '32'"),
-        ({**LLAMA_3_8B, "num_hidden_layers": True}, "num_hidden_layers", "it is True"),
-        ({**LLAMA_3_8B, "num_key_value_heads": -8}, "num_key_value_heads", "it is -8"),
-        ({**LLAMA_3_8B, "num_key_value_heads": 0}, "num_key_value_heads", "it is 0"),
-        ({**LLAMA_3_8B, "head_dim": 128.0}, "head_dim", "it is 128.0"),
-        ({**LLAMA_3_8B, "hidden_size": 4100}, "hidden_size", "4100 is not a multiple of num_attention_heads 32"),
-        (without(DEEPSEEK_V3, "qk_rope_head_dim"), "qk_rope_head_dim", "it is None"),
+        (without(PLAIN, "num_hidden_layers"), "num_hidden_layers", "it is None"),
+        (without(PLAIN, "num_attention_heads"), "num_attention_heads", "it is None"),
+        (without(PLAIN, "hidden_size"), "hidden_size", "it is None"),
+        ({**PLAIN, "num_hidden_layers": 0}, "num_hidden_layers", "it is 0"),
+        ({**PLAIN, "num_hidden_layers": "32"}, "num_hidden_layers", "it is '32'"),
+        ({**PLAIN, "num_hidden_layers": True}, "num_hidden_layers", "it is True"),
+        ({**PLAIN, "num_key_value_heads": -8}, "num_key_value_heads", "it is -8"),
+        ({**PLAIN, "num_key_value_heads": 0}, "num_key_value_heads", "it is 0"),
+        ({**PLAIN, "head_dim": 128.0}, "head_dim", "it is 128.0"),
+        ({**PLAIN, "hidden_size": 4100}, "hidden_size", "4100 is not a multiple of num_attention_heads 32"),
+        ({**DEEPSEEK_V3, "qk_rope_head_dim": None}, "qk_rope_head_dim", "it is None"),
         ({**DEEPSEEK_V3, "kv_lora_rank": 0}, "kv_lora_rank", "it is 0"),
-        (without(GPT_OSS_20B, "sliding_window"), "sliding_window", "it is None"),
+        ({**GPT_OSS_20B, "sliding_window": None}, "sliding_window", "it is None"),
         ({**GPT_OSS_20B, "sliding_window": "128"}, "sliding_window", "it is '128'"),
         ({**GPT_OSS_20B, "layer_types": ["full_attention"] * 23}, "layer_types", "it lists 23 layers but"),
         (without(MIMO_V2, "swa_num_attention_heads"), "swa_num_attention_heads", "it is None"),

@@ -461,11 +461,8 @@ def test_comments_and_line_ends_do_not_change_the_identity(identity: Make) -> No
         ("auto", "bfloat16", None, "bfloat16"),
         ("auto", "float16", {}, "float16"),
         ("auto", "bfloat16", {"quant_method": "awq"}, "bfloat16"),
-        ("auto", "bfloat16", {"kv_cache_quant_algo": "FP8"}, "fp8"),
-        ("auto", "bfloat16", {"kv_cache_quant_algo": None}, "bfloat16"),
-        ("auto", "bfloat16", {"kv_cache_scheme": {"num_bits": 8, "type": "float"}}, "fp8"),
-        ("auto", "bfloat16", {"kv_cache_scheme": {"num_bits": 8, "type": "int"}}, "bfloat16"),
-        ("auto", "bfloat16", {"kv_cache_scheme": None}, "bfloat16"),
+        ("auto", "bfloat16", {"quant_method": "modelopt", "kv_cache_quant_algo": "FP8"}, "fp8_e4m3"),
+        ("auto", "bfloat16", {"kv_cache_quant_algo": "FP8"}, "bfloat16"),
         ("fp8_e5m2", "bfloat16", {"kv_cache_quant_algo": "FP8"}, "fp8_e5m2"),
         *((dtype, "float32", None, dtype) for dtype in KV_CACHE_DTYPES),
     ],
@@ -495,7 +492,7 @@ def test_a_misspelled_dtype_is_answered_with_the_right_spelling(wrong: str, righ
         ("", "bfloat16", None, "''"),
         ("FP8", "bfloat16", None, "'FP8'"),
         ("auto", "float32", None, "'float32'"),
-        ("auto", "bfloat16", {"kv_cache_quant_algo": "NVFP4"}, "'nvfp4'"),
+        ("auto", "bfloat16", {"quant_method": "modelopt", "kv_cache_quant_algo": "NVFP4"}, "'nvfp4'"),
     ],
 )
 def test_an_unsupported_dtype_is_named_with_what_is_supported(

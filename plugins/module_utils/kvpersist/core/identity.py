@@ -18,6 +18,7 @@ from typing import Any
 from .deployment import Engine
 from .envfile import Entry, parse, render
 from .errors import UsageError
+from .resolve import kv_scheme
 from .settings import Meaning
 
 IDENTITY_ENV = "identity.env.local"
@@ -547,12 +548,11 @@ def resolve_kv_cache_dtype(given: str, model_dtype: str, quantization: Mapping[s
     Raises:
         UsageError: for a spelling that vLLM does not accept, with the right one where it is known.
 
-    ``auto`` follows vLLM (0.32.0, ``vllm/utils/torch_utils.py``, ``resolve_kv_cache_dtype_string``): the quantization's
-    KV scheme if it names one, else the model's dtype.
+    ``auto`` is the KV scheme of the quantization if it names one (:func:`kv_scheme`), else the model's dtype.
     """
     doing = f"resolving the KV cache dtype {given!r}"
     if given == "auto":
-        scheme = _kv_scheme(quantization)
+        scheme = kv_scheme(quantization)
         given = scheme if scheme else model_dtype
     if given in KV_CACHE_DTYPES:
         return given
@@ -605,18 +605,6 @@ def model_path(models_dir: str, family: str, namespace: str, longest: int, spell
             "Set kvp_models_dir to a shorter path.",
         )
     return path
-
-
-def _kv_scheme(quantization: Mapping[str, Any] | None) -> str | None:
-    if not quantization:
-        return None
-    algorithm = quantization.get("kv_cache_quant_algo")
-    if isinstance(algorithm, str) and algorithm:
-        return algorithm.lower()
-    scheme = quantization.get("kv_cache_scheme")
-    if isinstance(scheme, dict) and scheme.get("num_bits") == 8 and scheme.get("type") == "float":
-        return "fp8"
-    return None
 
 
 def _problem(field: Field, value: Any) -> str | None:

@@ -35,8 +35,9 @@ def cache_server(deployment: Deployment) -> CacheServer:
             "the indexer of its sparse attention keeps a state of its own",
             f"Take another cache_server_l2_backend than {cache.l2_backend}.",
         )
-    per_token = geometry_from_config(config, path).most_token_bytes(
-        kv_cache_dtype(config, engine.model_dir, engine.kv_cache_dtype),
+    geometry = geometry_from_config(config, path)
+    per_token = geometry.most_token_bytes(
+        kv_cache_dtype(config, geometry, engine.model_dir, engine.kv_cache_dtype),
         engine.tensor_parallel_size,
         positive_option(parse_options(engine.extra_args), "--pipeline-parallel-size"),
     )

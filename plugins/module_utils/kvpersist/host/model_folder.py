@@ -5,13 +5,17 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..core.deployment import Deployment
+from ..core.engine_args import parse_options, positive_option
 from ..core.errors import UsageError
-from ..core.geometry import geometry_from_config, language_model, rope_text
+from ..core.geometry import Geometry, geometry_from_config, language_model, rope_text
 from ..core.identity import resolve_kv_cache_dtype
+from ..core.resolve import EngineShape, kv_quantization, model_dtype, shape_problems
 from .files import read_json, read_text, reason
 from .hashing import HashCache, Progress, sha256_files
 from .huggingface import read_download
@@ -33,6 +37,8 @@ _TOKENIZER_FILES = (
 )
 # Where a config.json came from and which release wrote it; everything else in it may change the KV.
 _HARMLESS_CONFIG = ("_name_or_path", "transformers_version")
+# Of safetensors' format; a longer one is damage.
+_LONGEST_HEADER = 100_000_000
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tekken.json", "vocab.json", "vocab.txt")
 
 
@@ -78,14 +84,15 @@ def read_model(folder: str, cache: HashCache, progress: Progress | None = None) 
     shards = weight_shards(folder)
     code = _code_files(folder)
     digests = hash_model(folder, cache, progress)
-    quantization = config.get("quantization_config") or language_model(config).get("quantization_config")
+    beside = _quantization_beside(folder)
+    quantization = config.get("quantization_config") or language_model(config).get("quantization_config") or beside
     return ModelFacts(
         model_config_sha256=_config_digest(config, digests, code),
-        model_dtype=_dtype(config, folder),
+        model_dtype=_dtype(config, folder, shards),
         kv_geometry=geometry.text(),
         rope=rope_text(config),
         quantization=_quantization_text(quantization),
-        quantization_config=quantization if isinstance(quantization, dict) else None,
+        quantization_config=kv_quantization(config, geometry.is_mla, beside),
         weights_sha256=_fingerprint(shards, digests),
         tokenizer_sha256=_fingerprint(tokenizer, digests),
         chat_template_sha256=hashlib.sha256(_chat_template(folder)).hexdigest(),
@@ -180,16 +187,45 @@ def _fingerprint(names: Sequence[str], digests: Mapping[str, str]) -> str:
     return hashlib.sha256(content.encode()).hexdigest()
 
 
-def kv_cache_dtype(config: Mapping[str, Any], folder: str, given: str) -> str:
+def kv_cache_dtype(config: Mapping[str, Any], geometry: Geometry, folder: str, given: str) -> str:
     """What vLLM stores this model's KV as.
 
     Raises:
         UsageError: when that cannot be resolved.
     """
-    quantization = config.get("quantization_config")
-    return resolve_kv_cache_dtype(
-        given, _dtype(config, folder), quantization if isinstance(quantization, dict) else None
+    quantization = kv_quantization(config, geometry.is_mla, _quantization_beside(folder))
+    return resolve_kv_cache_dtype(given, _dtype(config, folder, weight_shards(folder)), quantization)
+
+
+def check_model(deployment: Deployment) -> list[str]:
+    """What keeps vLLM from serving the model folder as the settings ask, each a line with what to do about it.
+
+    Raises:
+        UsageError: where the folder cannot be read or its KV geometry cannot be told.
+    """
+    engine = deployment.engine
+    folder, source = engine.model_dir, f"{engine.model_dir}/config.json"
+    config = read_json(source)
+    geometry = geometry_from_config(config, source)
+    tokenizer_files(folder)
+    kv_cache_dtype(config, geometry, folder, engine.kv_cache_dtype)
+    options = parse_options(engine.extra_args)
+    shape = EngineShape(
+        tensor_parallel_size=engine.tensor_parallel_size,
+        pipeline_parallel_size=positive_option(options, "--pipeline-parallel-size"),
+        decode_context_parallel_size=positive_option(options, "--decode-context-parallel-size"),
+        max_model_len=engine.max_model_len,
+        block_size=engine.block_size,
+        device=engine.device,
+        options=options,
     )
+    return shape_problems(config, geometry, shape, source)
+
+
+def _quantization_beside(folder: str) -> dict[str, Any] | None:
+    """What ModelOpt up to 0.29 writes beside config.json instead of into it."""
+    path = f"{folder}/hf_quant_config.json"
+    return read_json(path) if os.path.isfile(path) else None
 
 
 def _config_digest(config: Mapping[str, Any], digests: Mapping[str, str], code: Sequence[str]) -> str:
@@ -199,17 +235,26 @@ def _config_digest(config: Mapping[str, Any], digests: Mapping[str, str], code: 
     return hashlib.sha256(canonical.encode()).hexdigest()
 
 
-def _dtype(config: Mapping[str, Any], folder: str) -> str:
-    # transformers 5 writes `dtype`, earlier releases `torch_dtype`.
-    for part in (language_model(config), config):
-        for name in ("dtype", "torch_dtype"):
-            if isinstance(part.get(name), str):
-                return str(part[name]).replace("torch.", "")
-    raise UsageError(
-        f"reading {folder}/config.json",
-        "it names no dtype",
-        "Add dtype, or set vllm_engine_kv_cache_dtype to the right one.",
-    )
+def _dtype(config: Mapping[str, Any], folder: str, shards: Sequence[str]) -> str:
+    try:
+        return model_dtype(config)
+    except LookupError:
+        stored = [code for shard in shards if shard.endswith(".safetensors") for code in _dtypes(f"{folder}/{shard}")]
+        return model_dtype(config, stored)
+
+
+def _dtypes(path: str) -> set[str]:
+    """Dtypes in the header of a safetensors file: its length in 8 bytes, then JSON."""
+    try:
+        with open(path, "rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            if length > _LONGEST_HEADER:
+                raise ValueError(f"a header of {length} bytes")
+            header = json.loads(file.read(length))
+        return {str(tensor["dtype"]) for name, tensor in header.items() if name != "__metadata__"}
+    except (OSError, struct.error, ValueError, AttributeError, KeyError, TypeError, RecursionError) as error:
+        cause = reason(error) if isinstance(error, OSError) else f"its header cannot be read ({error})"
+        raise UsageError(f"reading {path}", cause, "Copy the file again from its source.") from None
 
 
 def _quantization_text(quantization: Any) -> str:

@@ -10,13 +10,11 @@ from collections.abc import Iterable
 from ..core.commands import l2_adapter_config
 from ..core.deployment import Deployment
 from ..core.errors import KvpError
-from ..core.geometry import geometry_from_config
 from ..core.l2_backends import BACKENDS
 from .environments import distribution_version, engine_build, lmcache_version
-from .files import read_json
 from .identity import check_model_path
 from .l2_tier import cache_server, held_bytes
-from .model_folder import kv_cache_dtype, tokenizer_files, weight_shards
+from .model_folder import check_model
 from .processes import Process, descends_from, listener, port_is_taken
 from .services import CACHE_SERVICE, ENGINE_SERVICE, ServiceManager, resolved_manager
 
@@ -119,11 +117,7 @@ def _model(deployment: Deployment) -> Iterable[str]:
         yield f"The model folder {folder} does not exist. Set kvp_model_dir."
         return
     try:
-        config = read_json(f"{folder}/config.json")
-        geometry_from_config(config, f"{folder}/config.json")
-        kv_cache_dtype(config, folder, deployment.engine.kv_cache_dtype)
-        tokenizer_files(folder)
-        weight_shards(folder)
+        yield from check_model(deployment)
         l2_adapter_config(cache_server(deployment))
     except KvpError as error:
         yield str(error)
