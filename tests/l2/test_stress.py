@@ -105,8 +105,8 @@ class Stress:
 
     def harm(self, chance: random.Random) -> None:
         time.sleep(0.03)
-        found = list(self.root.glob("kvp-*/??/*.bin"))
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # it went while we looked
+            found = list(self.root.glob("kvp-*/??/*.bin"))
             if found:
                 damage(chance.choice(found), found, chance)
 
