@@ -117,7 +117,7 @@ $(DEMO_HOME)/models/%/config.json: scripts/make_model.py | $(ENGINE)/.stamp
 ##@ Checks
 
 .PHONY: test
-test: lint test-quick test-l2 test-integration ## Everything: lint, unit, contract, disk tier and integration tests
+test: lint test-quick test-l2 test-engine test-integration ## Everything: lint, unit, contract, disk tier, engine, integration
 
 .PHONY: test-quick
 test-quick: dev ## Unit and contract tests
@@ -126,6 +126,10 @@ test-quick: dev ## Unit and contract tests
 .PHONY: test-l2
 test-l2: $(L2_TEST)/.stamp ## The disk tier inside LMCache, with every codec
 	"$(L2_TEST)/bin/pytest" tests/unit/l2 tests/l2 $(PYTEST_FLAGS)
+
+.PHONY: test-engine
+test-engine: $(L2_TEST)/.stamp ## What is read from models, compared with the installed vLLM and transformers
+	"$(L2_TEST)/bin/pytest" tests/engine $(PYTEST_FLAGS)
 
 .PHONY: test-integration
 test-integration: dev controller engine model ## The demo as a test: recovery, idempotence, check mode
