@@ -124,7 +124,7 @@ bench-hash: dev ## Hashing of a model against sha256sum (BENCH_FLAGS="--gigabyte
 ##@ Checks
 
 .PHONY: test
-test: lint test-quick test-l2 test-integration ## Everything: lint, unit, contract, disk tier and integration tests
+test: lint test-quick test-l2 test-engine test-integration ## Everything: lint, unit, contract, disk tier, engine, integration
 
 .PHONY: test-quick
 test-quick: dev ## Unit and contract tests
@@ -133,6 +133,10 @@ test-quick: dev ## Unit and contract tests
 .PHONY: test-l2
 test-l2: $(L2_TEST)/.stamp ## The disk tier inside LMCache, with every codec
 	"$(L2_TEST)/bin/pytest" tests/unit/l2 tests/l2 $(PYTEST_FLAGS)
+
+.PHONY: test-engine
+test-engine: $(L2_TEST)/.stamp ## What is read from models, compared with the installed vLLM and transformers
+	"$(L2_TEST)/bin/pytest" tests/engine $(PYTEST_FLAGS)
 
 .PHONY: test-integration
 test-integration: dev controller engine model ## The demo as a test: recovery, idempotence, check mode

@@ -177,6 +177,27 @@ def test_dtype_of_older_configurations_is_read_too(model: Path) -> None:
     assert facts(model).model_dtype == "float16"
 
 
+def safetensors(path: Path, *dtypes: str) -> None:
+    header = json.dumps({f"t{number}": {"dtype": dtype} for number, dtype in enumerate(dtypes)}).encode()
+    path.write_bytes(len(header).to_bytes(8, "little") + header)
+
+
+@pytest.mark.parametrize(("stored", "dtype"), [("F16", "float16"), ("BF16", "bfloat16"), ("F32", "bfloat16")])
+def test_the_weights_headers_tell_the_dtype_where_config_json_does_not(model: Path, stored: str, dtype: str) -> None:
+    set_config(model, dtype=None)
+    for path in model.glob("*.safetensors"):
+        safetensors(path, stored)
+    assert facts(model).model_dtype == dtype
+
+
+def test_modelopt_s_own_file_is_the_quantization(model: Path) -> None:
+    plain = facts(model)
+    content = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}}
+    (model / "hf_quant_config.json").write_text(json.dumps(content), encoding="utf-8")
+    assert facts(model).quantization_config == content
+    assert facts(model).quantization != plain.quantization
+
+
 # Where the chat template comes from
 
 

@@ -69,6 +69,10 @@ def dist_info(deployed: Deployed, name: str) -> Path:
         (lambda it: (it.model / "config.json").write_text("{"), ("config.json: it is not JSON",)),
         (lambda it: (it.model / "tokenizer.json").unlink(), ("reading the tokenizer",)),
         (lambda it: (it.model / "model-00001-of-00002.safetensors").unlink(), ("shard model-00001",)),
+        (
+            lambda it: it.settings.update(vllm_engine_max_model_len=10**9),
+            ("vllm_engine_max_model_len 1000000000 is more than", "config.json"),
+        ),
         (lambda it: it.settings.update(kvp_cache_budget_gb=1e9), ("1000000000.0 GB", "Lower kvp_cache_budget_gb")),
         (lambda it: it.settings.update(kvp_cache_min_free_gb=1e9), ("1000000000.0 GB that must stay free",)),
     ],
@@ -82,6 +86,7 @@ def dist_info(deployed: Deployed, name: str) -> Path:
         "bad-config",
         "no-tokenizer",
         "no-shard",
+        "too-long",
         "budget",
         "floor",
     ],

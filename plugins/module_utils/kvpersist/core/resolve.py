@@ -309,7 +309,8 @@ def attention_backend(options: Mapping[str, Sequence[str]]) -> str:
     Args:
         options: as ``engine_args.parse_options`` returns them.
     """
-    found = [*options.get("--attention-backend", ()), *options.get("--attention-config.backend", ())]
+    names = ("--attention-backend", "--attention-config.backend", "-ac.backend")
+    found = [value for name in names for value in options.get(name, ())]
     for text in options.get("--attention-config", ()):
         try:
             value = json.loads(text)
