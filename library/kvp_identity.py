@@ -103,6 +103,8 @@ def main() -> None:
         saved = save_identity(deployment, module.params["trust_hash_cache"], module.check_mode)
     except KvpError as error:
         module.fail_json(msg=str(error), exit_code=error.exit_code)
+    for warning in saved.warnings:
+        module.warn(warning)
     module.exit_json(**saved.as_result())
 
 

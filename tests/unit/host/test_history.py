@@ -105,9 +105,9 @@ def test_the_history_is_bounded_and_keeps_the_newest(deployed: Deployed, monkeyp
 
 def test_a_state_folder_that_cannot_be_written_is_a_warning(deployed: Deployed) -> None:
     Path(deployed.settings["kvp_state_dir"]).write_text("a file", "utf-8")
-    result = deployed.save_identity().as_result()
-    assert result["changed"]
-    (warning,) = result["warnings"]
+    saved = deployed.save_identity()
+    assert saved.as_result()["changed"]
+    (warning,) = saved.warnings
     assert "identities" in warning
     assert "a rollback to this identity is not possible" in warning
 

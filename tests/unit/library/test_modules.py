@@ -86,8 +86,9 @@ def snapshot(root: Path) -> dict[str, tuple[int, str]]:
 
 
 def own_keys(ran: Ran) -> dict[str, Any]:
-    """The result without what Ansible adds: the arguments, and the state of the file that ``path`` names."""
-    added = {"invocation", "gid", "group", "mode", "owner", "size", "state", "uid"}
+    """The result without what Ansible adds: the arguments, the state of the file that ``path`` names, and warnings,
+    which it gathers from all modules of one process."""
+    added = {"invocation", "gid", "group", "mode", "owner", "size", "state", "uid", "warnings"}
     return {key: value for key, value in ran.result.items() if key not in added}
 
 

@@ -161,7 +161,6 @@ class SavedIdentity:
             "sources": dict(self.sources),
             "differences": [{"name": name, "old": old, "new": new} for name, old, new in changed],
             "explanation": self.explanation.as_dict() if self.explanation and changed else None,
-            **({"warnings": list(self.warnings)} if self.warnings else {}),
         }
 
 
